@@ -1,0 +1,159 @@
+"""The seam between the judge and the mathematics: what an operator must bring.
+
+The study, the gate's machinery and the judge know these protocols and nothing of KDA. `reference_kda` implements
+them without importing this module; a small RMSNorm operator in the tests does too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from evotune.search_space.template import Constant, Specialization
+
+Array = npt.NDArray[Any]
+Level = Literal["screen", "full"]
+Role = Literal["input", "output", "workspace", "size", "scalar"]
+
+
+class Parameter(Protocol):
+    """One argument of the compiled entry, in call order.
+
+    `role` "input", "output", "workspace" are pointers (NULL when a case lacks the buffer), "size" an int64,
+    "scalar" a float. `ctype` is the element type: "float32", "bfloat16", "int64", "uint8".
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def ctype(self) -> str: ...
+
+
+class Discrepancy(Protocol):
+    """The first place where outputs leave the bound.
+
+    `ratio` is error over bound (> 1; inf when not finite); `detail` one line: output, head, chunk, how much.
+    """
+
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def detail(self) -> str: ...
+
+
+class Workload(Protocol):
+    """A problem shape with a regime. Equal workloads have equal names."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def constants(self) -> Mapping[str, Constant]:
+        """Facts an object is compiled for; see `Specialization`."""
+        ...
+
+
+class Case(Protocol):
+    """A solved problem: inputs in the io dtype, truth in float64, a bound derived on this very input."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> Mapping[str, Array | None]:
+        """C-contiguous arrays by parameter name; None where the case leaves the argument out."""
+        ...
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[tuple[int, ...], str] | None]:
+        """(shape, ctype) by parameter name; None where the output is not wanted."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def scalars(self) -> Mapping[str, float]: ...
+
+    def worst(self, outputs: Mapping[str, Array]) -> Discrepancy:
+        """Compare with the truth: the worst place, whether inside the bound (`ratio` <= 1) or not."""
+        ...
+
+    def fresh(self, rng: np.random.Generator) -> "Case":
+        """Another solved problem with other input values and, through the operator's symmetries, a truth that
+        follows exactly; costs no new solution."""
+        ...
+
+
+class Law(Protocol):
+    """A property that needs no reference: runs the kernel on related inputs and compares outputs with outputs.
+
+    `check` is given `call`, which runs the compiled kernel on a case's inputs and returns its outputs by name.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, call: Callable[[Case], Mapping[str, Array]], rng: np.random.Generator) -> Discrepancy: ...
+
+
+@dataclass(frozen=True)
+class GateCase:
+    """One entry of a rung."""
+
+    rung: Literal["smoke", "edges", "regimes"]
+    name: str
+    workload: Workload
+
+
+class Operator(Protocol):
+    """All that evotune knows of what is being computed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def entry(self) -> str:
+        """The exported function's name, such as "kda_forward"."""
+        ...
+
+    def signature(self, spec: Specialization) -> Sequence[Parameter]: ...
+
+    def workload(self, table: Mapping[str, Any]) -> Workload:
+        """From a `[[workload]]` table of study.toml. Raises StudyError that names the key and the mend."""
+        ...
+
+    def gate_cases(self, spec: Specialization, level: Level) -> Iterator[GateCase]:
+        """Cases of the rungs smoke, edges, regimes, cheap and telling first."""
+        ...
+
+    def laws(self, spec: Specialization, level: Level) -> Sequence[Law]: ...
+
+    def solve(self, workload: Workload, seed: int) -> Case:
+        """Draw inputs and compute truth and bound. Deterministic in (workload, seed)."""
+        ...
+
+    def empty(self, spec: Specialization) -> Case:
+        """A problem with nothing to do, on which the host cost of a call is measured."""
+        ...
+
+    def work(self, workload: Workload) -> tuple[float, str]:
+        """Amount of work and its unit, such as (1024.0, "token-heads"), for throughput."""
+        ...
+
+    def naive_time_us(self, case: Case) -> float:
+        """Time of the numpy form a user would write, measured now, for the ratio in reports."""
+        ...
+
+    def floor_us(self, workload: Workload, bytes_per_us: float) -> float:
+        """Physical floor: bytes that must move over the device's bandwidth."""
+        ...
+
+
+def specialization(operator: Operator, workload: Workload) -> Specialization:
+    """The object this workload needs."""
+    return Specialization(operator.name, workload.dtype, tuple(sorted(workload.constants.items())))

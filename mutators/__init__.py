@@ -1,0 +1,1 @@
+"""What proposes new branches: rules, crossover, an LLM."""

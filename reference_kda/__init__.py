@@ -1,0 +1,1 @@
+"""The mathematics of Kimi Delta Attention: oracles, workloads, tolerances. No tuning code."""

@@ -1,0 +1,1 @@
+"""Knobs, legality, budgets, branches, samplers, and the templates themselves. Knows code, not devices."""

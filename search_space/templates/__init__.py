@@ -1,0 +1,1 @@
+"""The templates that ship, one module each."""
