@@ -1,7 +1,7 @@
 """The seam between the judge and the mathematics: what an operator must bring.
 
-The study, the gate's machinery and the judge know these protocols and nothing of KDA. `reference_kda` implements
-them without importing this module; a small RMSNorm operator in the tests does too.
+The study, the gate's machinery and the judge know these protocols and nothing of KDA. `reference_kda`
+implements them without importing this module; a small RMSNorm operator in the tests does too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,9 +90,9 @@ class Case(Protocol):
 
 
 class Law(Protocol):
-    """A property that needs no reference: runs the kernel on related inputs and compares outputs with outputs.
+    """A property that needs no reference: related inputs, outputs compared with outputs.
 
-    `check` is given `call`, which runs the compiled kernel on a case's inputs and returns its outputs by name.
+    `check` is given `call`, which runs the compiled kernel on a case's inputs and returns outputs by name.
     """
 
     @property

@@ -149,7 +149,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Retry:
-    """Trouble that is not the candidate's: the sandbox, the disk, a lost device. Queued again, never charged."""
+    """Trouble that is not the candidate's: sandbox, disk, lost device. Queued again, never charged."""
 
     reason: str
 
