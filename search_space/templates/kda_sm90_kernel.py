@@ -12,9 +12,10 @@ chunks of `tokens` through a ring of `stages` slots in shared memory:
     step     per token: forget, correction, update, output; a column's K elements lie over `key_split` lanes
 
 Operands (host tensors, contiguous): q, k [T, H, K], v, o [T, HV, V] in the io type; g [T, HV, K] and
-beta [T, HV] fp32 (plain) or io type (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or None
-(plain); initial and final state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not wanted";
-cu_seqlens [N + 1] int32; workspace uint8, empty unless debugging. Value head hv reads q/k head hv // (HV / H).
+beta [T, HV] fp32 (plain) or io type (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or
+None (plain); initial and final state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not
+wanted"; cu_seqlens [N + 1] int32; workspace uint8, empty unless debugging. Value head hv reads the q and k of
+head hv // (HV / H).
 
 Constraints: `Plan.why_not`. Offsets are 64-bit: static inner extents would make the DSL compute them in 32.
 """
@@ -24,7 +25,6 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
 from evotune.search_space.templates.kda_sm90_plan import ALIGNMENT_BYTES, WARP, Plan
 
 BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -158,14 +158,6 @@ class KdaForward:
         """A row-major array in shared memory."""
         layout = cute.make_ordered_layout(shape, order=tuple(range(len(shape) - 1, -1, -1)))
         return smem.allocate_tensor(dtype, layout, byte_alignment=ALIGNMENT_BYTES)
-
-    def key_of(self, tx, group):
-        """First of the `vector` neighbouring key elements that thread tx holds as its given group."""
-        return (group * self.plan.key_split + tx % self.plan.key_split) * self.plan.vector
-
-    def column_of(self, tx, c):
-        """The c-th column of thread tx, counted within the tile."""
-        return tx // self.plan.key_split + c * (self.plan.threads // self.plan.key_split)
 
     @cute.jit
     def copy_chunk(self, sources, ring, slot, t0, end, tx):
@@ -313,19 +305,19 @@ class KdaForward:
             us = []
             for c in cutlass.range_constexpr(p.columns):
                 self.forget(columns[c], decay)
-                us.append(self.correction(columns[c], k, sV[i, self.column_of(tx, c)].to(F32), sBeta[i]))
+                us.append(self.correction(columns[c], k, sV[i, self.plan.column_of(tx, c)].to(F32), sBeta[i]))
             for c in cutlass.range_constexpr(p.columns):
                 self.update(columns[c], k, us[c])
-                self.write(out, self.column_of(tx, c), self.output(columns[c], q), us[c], tx)
+                self.write(out, self.plan.column_of(tx, c), self.output(columns[c], q), us[c], tx)
         else:
             for c in cutlass.range_constexpr(p.columns):
                 column = cute.make_rmem_tensor(p.slice, F32)
                 self.move_column(sS, c, column, tx, True)
                 self.forget(column, decay)
-                u = self.correction(column, k, sV[i, self.column_of(tx, c)].to(F32), sBeta[i])
+                u = self.correction(column, k, sV[i, self.plan.column_of(tx, c)].to(F32), sBeta[i])
                 self.update(column, k, u)
                 self.move_column(sS, c, column, tx, False)
-                self.write(out, self.column_of(tx, c), self.output(column, q), u, tx)
+                self.write(out, self.plan.column_of(tx, c), self.output(column, q), u, tx)
 
     @cute.jit
     def key_slice(self, sRow, tx):
@@ -334,7 +326,7 @@ class KdaForward:
         x = cute.make_rmem_tensor(p.slice, F32)
         for group in cutlass.range_constexpr(p.slice // p.vector):
             src = cute.make_tensor(
-                (sRow.iterator + self.key_of(tx, group)).align(4 * p.vector), cute.make_layout(p.vector)
+                (sRow.iterator + self.plan.key_of(tx, group)).align(4 * p.vector), cute.make_layout(p.vector)
             )
             cute.autovec_copy(src, cute.local_tile(x, (p.vector,), (group,)))
         return x
@@ -456,7 +448,7 @@ class KdaForward:
         p = self.plan
         for c in cutlass.range_constexpr(p.columns):
             for group in cutlass.range_constexpr(p.slice // p.vector):
-                offset = first + self.column_of(tx, c) * p.K + self.key_of(tx, group)
+                offset = first + self.plan.column_of(tx, c) * p.K + self.plan.key_of(tx, group)
                 far = cute.make_tensor((m.iterator + offset).align(4 * p.vector), cute.make_layout(p.vector))
                 near = cute.local_tile(rS[None, c], (p.vector,), (group,))
                 if cutlass.const_expr(load):

@@ -1,14 +1,16 @@
 """Every number of the Hopper KDA kernel that follows from its knobs: threads, tiles, shared memory, legality.
 
-Pure arithmetic, no DSL: legality uses it on a machine without a compiler, and the kernel's text carries a copy
-of it (see `kda_sm90`), so that both speak of the same kernel.
+Pure arithmetic, no DSL: legality uses it on a machine without a compiler, and the kernel's text carries a
+copy of it (see `kda_sm90`), so that both speak of the same kernel.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 WARP = 32
-SHARED_LIMIT_BYTES = 227 * 1024  # what one block may have on compute capability 9.0: 228 KB less 1 KB reserved
+SHARED_LIMIT_BYTES = (
+    227 * 1024
+)  # what one block may have on compute capability 9.0: 228 KB less 1 KB reserved
 REGISTER_LIMIT = 255  # per thread, the encoding's limit
 REGISTER_FILE = 64 * 1024  # 32-bit registers of one multiprocessor
 ADDRESSING_REGISTERS = 40  # pointers, loop counters, pipeline slots: 36 to 44 seen in builds of the default
@@ -20,8 +22,9 @@ ALIGNMENT_BYTES = 128  # of every shared-memory array
 class Plan:
     """One configuration of the kernel; attributes are the knobs and the facts of the specialization.
 
-    A block owns `value_tile` columns of one head's state [K, V] and walks one sequence token by token. A column
-    is shared by `key_split` neighbouring lanes, each with `slice` of its K elements; a thread has `columns`.
+    A block owns `value_tile` columns of one head's state [K, V] and walks one sequence token by token. A
+    column is shared by `key_split` neighbouring lanes, each with `slice` of its K elements; a thread has
+    `columns`.
     """
 
     K: int
@@ -109,14 +112,32 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Of one block, each array on its alignment."""
-        return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in self.shared_arrays.values())
+        """Of one block: the end of the last array."""
+        return max(first + size for first, size in self.shared_placement.values())
+
+    @property
+    def shared_placement(self) -> dict[str, tuple[int, int]]:
+        """(first byte, bytes) of each array, placed as the kernel's allocator places them."""
+        placed, end = {}, 0
+        for name, size in self.shared_arrays.items():
+            first = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            placed[name] = (first, size)
+            end = first + size
+        return placed
 
     @property
     def registers(self) -> int:
         """Estimate for one thread: state, three fragments of the token, partial sums, addressing."""
         held = self.columns if self.state == "registers" else 1
         return held * (self.slice + self.partials) + 3 * self.slice + ADDRESSING_REGISTERS
+
+    def key_of(self, thread: int, group: int) -> int:
+        """First of the `vector` neighbouring key elements that a thread holds as its given group."""
+        return (group * self.key_split + thread % self.key_split) * self.vector
+
+    def column_of(self, thread: int, c: int) -> int:
+        """The c-th column of a thread, counted within the tile."""
+        return thread // self.key_split + c * (self.threads // self.key_split)
 
     def why_not(self) -> str | None:
         """The reason this configuration is illegal, or None."""
@@ -127,7 +148,9 @@ class Plan:
 
     def _why_not_tiles(self) -> str | None:
         if self.K % WARP:
-            return f"K = {self.K} is not a multiple of {WARP}: a warp prepares a token, a lane K/{WARP} channels"
+            return (
+                f"K = {self.K} is not a multiple of {WARP}: a warp prepares a token, a lane K/{WARP} channels"
+            )
         if self.V % self.value_tile:
             return f"value_tile {self.value_tile} does not divide V = {self.V}"
         if self.value_tile * self.key_split % self.threads:
@@ -140,16 +163,20 @@ class Plan:
         if self.partials > self.slice:
             return f"{self.partials} partial sums for {self.slice} elements"
         if self.tokens % self.warps:
-            return f"{self.warps} warps do not divide {self.tokens} staged tokens: a warp prepares whole tokens"
+            return (
+                f"{self.warps} warps do not divide {self.tokens} staged tokens: a warp prepares whole tokens"
+            )
         return None
 
     def _why_not_capacity(self) -> str | None:
         if self.columns * self.slice > UNROLLED_LIMIT:
-            return f"{self.columns * self.slice} state elements per thread exceed {UNROLLED_LIMIT}: unrolled code"
+            return f"{self.columns * self.slice} state elements per thread exceed {UNROLLED_LIMIT}"
         if self.registers > REGISTER_LIMIT:
-            return f"about {self.registers} registers per thread exceed {REGISTER_LIMIT}: the state would spill"
+            return (
+                f"about {self.registers} registers per thread exceed {REGISTER_LIMIT}: the state would spill"
+            )
         if self.registers * self.threads > REGISTER_FILE:
-            return f"about {self.registers} registers × {self.threads} threads exceed the file of {REGISTER_FILE}"
+            return f"about {self.registers} registers × {self.threads} threads exceed {REGISTER_FILE}"
         if self.shared_bytes > SHARED_LIMIT_BYTES:
             return f"{self.shared_bytes} bytes of shared memory exceed {SHARED_LIMIT_BYTES}"
         return None
@@ -157,8 +184,8 @@ class Plan:
     def intermediates(self, T: int, HV: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """What a debug build writes to the workspace, fp32: name → (first element, shape).
 
-        `q` is normalised and scaled, `k` normalised, `decay` is exp(g) after the gate, `beta` after its sigmoid,
-        `u` the correction beta (v - S^T k) of the delta rule. T and HV may be integers of the DSL.
+        `q` is normalised and scaled, `k` normalised, `decay` is exp(g) after the gate, `beta` after its
+        sigmoid, `u` the correction beta (v - S^T k) of the delta rule. T and HV may be integers of the DSL.
         """
         shapes = {
             "q": (T, HV, self.K),
