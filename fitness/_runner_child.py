@@ -1,0 +1,171 @@
+"""The disposable process that loads a candidate's objects and calls them.
+
+Runs as a script of its own inside the sandbox, `python -I -S _runner_child.py SPEC`, and so imports the
+standard library only. SPEC is JSON: {"arena": fd, "arena_bytes": n, "requests": fd, "replies": fd, "cpu": n
+or null, "seccomp": hex or "", "objects": [[path, entry, kinds], …]}; `kinds` has one letter per argument: p
+pointer, i int64, f float.
+
+It knows no truth and decides nothing: it maps the shared arena, loads, shuts itself in with seccomp, then
+answers one fixed-size reply per request until the pipe closes. Everything it says is checked by the parent
+(`evotune.fitness.runner`, which documents the frames).
+"""
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import struct
+import sys
+from time import perf_counter_ns
+
+REQUEST = struct.Struct("<QHHI")  # sequence, operation, object, number of 8-byte words that follow
+REPLY = struct.Struct("<Qqq")  # sequence, status, value
+CALL, WORKSPACE, FENCE, OPEN, TOUCH = range(1, 6)
+OK, CANNOT_LOAD, NO_SYMBOL = range(3)
+NULL = (1 << 64) - 1
+
+_PAGE = 4096
+_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """Put on the seccomp filter of `evotune.fitness.seccomp.judge_filter`, for good. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    filters = _Program(len(program) // 8, program)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(filters)):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+class _Object:
+    """A loaded candidate: its entry with argument types, and its workspace query."""
+
+    def __init__(self, path: str, entry: str, kinds: str) -> None:
+        library = ctypes.CDLL(path)
+        self.kinds = kinds
+        self.entry = getattr(library, entry)
+        self.entry.restype = None
+        self.entry.argtypes = [_TYPES[kind] for kind in kinds]
+        self.workspace = getattr(library, f"{entry}_workspace")
+        self.workspace.restype = ctypes.c_int64
+        self.workspace.argtypes = [ctypes.c_int64] * kinds.count("i")
+
+    def arguments(self, base: int, words: bytes) -> list[object]:
+        """ctypes values made before the clock starts; a pointer is an offset into the arena, or NULL."""
+        values: list[object] = []
+        for i, kind in enumerate(self.kinds):
+            if kind == "f":
+                values.append(ctypes.c_float(struct.unpack_from("<d", words, 8 * i)[0]))
+                continue
+            word = struct.unpack_from("<Q" if kind == "p" else "<q", words, 8 * i)[0]
+            if kind == "i":
+                values.append(ctypes.c_int64(word))
+            else:
+                values.append(ctypes.c_void_p(None if word == NULL else base + word))
+        return values
+
+
+class _Server:
+    """Answers requests about the loaded objects."""
+
+    def __init__(self, arena: mmap.mmap, objects: list[_Object]) -> None:
+        self.arena = arena
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+        self.objects = objects
+        self.mprotect = ctypes.CDLL(None).mprotect
+        self.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def call(self, index: int, words: bytes) -> int:
+        """Nanoseconds of `repeat` calls; the clock is read directly round them."""
+        target = self.objects[index]
+        repeat = struct.unpack_from("<Q", words)[0]
+        arguments = target.arguments(self.base, words[8:])
+        entry = target.entry
+        if repeat == 1:
+            start = perf_counter_ns()
+            entry(*arguments)
+            return perf_counter_ns() - start
+        rounds = range(repeat)
+        start = perf_counter_ns()
+        for _ in rounds:
+            entry(*arguments)
+        return perf_counter_ns() - start
+
+    def workspace(self, index: int, words: bytes) -> int:
+        sizes = struct.unpack(f"<{len(words) // 8}q", words)
+        return int(self.objects[index].workspace(*sizes))
+
+    def protect(self, words: bytes, protection: int) -> int:
+        for start, length in struct.iter_unpack("<QQ", words):
+            if self.mprotect(self.base + start, length, protection):
+                os._exit(70)
+        return 0
+
+    def touch(self, words: bytes) -> int:
+        """Read one byte of each page, so that no timed call pays for mapping it."""
+        for start, length in struct.iter_unpack("<QQ", words):
+            self.arena[start : start + length : _PAGE]
+        return 0
+
+    def answer(self, operation: int, index: int, words: bytes) -> int:
+        if operation == CALL:
+            return self.call(index, words)
+        if operation == WORKSPACE:
+            return self.workspace(index, words)
+        if operation == TOUCH:
+            return self.touch(words)
+        return self.protect(words, _PROT_NONE if operation == FENCE else _PROT_READ_WRITE)
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """Ends the process when the parent has closed the pipe."""
+    data = b""
+    while len(data) < size:
+        piece = os.read(fd, size - len(data))
+        if not piece:
+            os._exit(0)
+        data += piece
+    return data
+
+
+def load(objects: list[list[str]]) -> tuple[int, int, list[_Object]]:
+    """(status, index of the object at fault, objects)."""
+    loaded = []
+    for index, (path, entry, kinds) in enumerate(objects):
+        try:
+            loaded.append(_Object(path, entry, kinds))
+        except OSError:
+            return CANNOT_LOAD, index, []
+        except AttributeError:
+            return NO_SYMBOL, index, []
+    return OK, 0, loaded
+
+
+def main() -> None:
+    """Reply 0 says that the process is up, reply 1 that the objects are loaded and the walls are closed."""
+    spec = json.loads(sys.argv[1])
+    requests, replies = spec["requests"], spec["replies"]
+    gc.disable()
+    if spec["cpu"] is not None:
+        os.sched_setaffinity(0, {spec["cpu"]})
+    arena = mmap.mmap(spec["arena"], spec["arena_bytes"])
+    os.close(spec["arena"])
+    os.write(replies, REPLY.pack(0, OK, 0))
+    status, index, objects = load(spec["objects"])
+    server = _Server(arena, objects)
+    if spec["seccomp"]:
+        install_filter(bytes.fromhex(spec["seccomp"]))
+    os.write(replies, REPLY.pack(1, status, index))
+    while True:
+        sequence, operation, index, count = REQUEST.unpack(read_exactly(requests, REQUEST.size))
+        value = server.answer(operation, index, read_exactly(requests, 8 * count))
+        os.write(replies, REPLY.pack(sequence, OK, value))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Memory shared by the parent and one runner: buffers between guard bands, poisoned before each call.
+
+One buffer, in pages of 4 KiB (`GUARD`; the next buffer's guard is this one's upper guard):
+
+    | guard page | slack | buffer, rounded up to 64 bytes | guard page |      flush "end"
+    | guard page | buffer, rounded up to 64 bytes | slack | guard page |      flush "start"
+
+Guards and slack hold 32-bit words that read as NaN in float32 and, in both halves, in bfloat16: a write
+there is seen by comparing, and a read from there spoils the result. Each gap has a random word of its own,
+or a kernel that copies one element too many from one guard to the next would leave no trace. A guard is a
+whole page so that the runner can take all rights from it (`Placement.fences`): then a read outside, which
+leaves no trace, ends in SIGSEGV. Flush at the end that catches reads 64 bytes past a buffer, flush at the
+start reads one byte before it; the gate calls both ways.
+
+Outputs and workspace start as NaN bit patterns, so that what is not written is not mistaken for a result.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from evotune.fitness.operator import Array, Case, Parameter
+
+from evotune.errors import StudyError
+
+GUARD = 4096
+ALIGN = 64
+POISON = 0xFFFFFFFF
+_GUARD_WORDS = 61
+_NULL = (1 << 64) - 1
+# Sealed so that nobody, the runner included, can shrink it and make the parent's next read a SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint8": np.dtype(np.uint8),
+}
+
+Flush = Literal["end", "start"]
+
+
+def nan_word(rng: np.random.Generator) -> int:
+    """A random 32-bit word that is NaN as float32 and, in both halves, as bfloat16."""
+    high, low = rng.integers(1, 64, size=2)
+    return int(0x7FC0 | high) << 16 | int(0xFFC0 | low)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where one argument lies: bytes [start, start + size) of the arena."""
+
+    name: str
+    role: str
+    start: int
+    size: int
+    shape: tuple[int, ...]
+    ctype: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A case laid out in an arena.
+
+    Attributes:
+        words: the call's arguments, 8 bytes each: offset or all ones for NULL, int64, float64.
+        buffers: in argument order, absent ones left out.
+        gaps: [begin, end) of guards and slack, in address order.
+        fences: [begin, end) of the guard pages alone.
+        end: first byte after the last guard.
+    """
+
+    words: tuple[bytes, ...]
+    buffers: tuple[Buffer, ...]
+    gaps: tuple[tuple[int, int], ...]
+    fences: tuple[tuple[int, int], ...]
+    begin: int
+    end: int
+
+
+@dataclass
+class _Layout:
+    """Lays buffers one after another from page `cursor` on."""
+
+    cursor: int
+    flush: Flush
+    gaps: list[tuple[int, int]]
+    fences: list[tuple[int, int]]
+
+    def guard(self) -> None:
+        self.gaps.append((self.cursor, self.cursor + GUARD))
+        self.fences.append((self.cursor, self.cursor + GUARD))
+        self.cursor += GUARD
+
+    def buffer(self, size: int) -> int:
+        """Offset of a new buffer of `size` bytes, behind a guard."""
+        self.guard()
+        begin, end = self.cursor, self.cursor + _up(size, GUARD)
+        start = begin if self.flush == "start" else end - _up(size, ALIGN)
+        self.gaps += [gap for gap in ((begin, start), (start + size, end)) if gap[0] < gap[1]]
+        self.cursor = end
+        return start
+
+
+def _extent(parameter: Parameter, case: Case, workspace_bytes: int) -> tuple[tuple[int, ...], str] | None:
+    """Shape and element type of a pointer argument, or None when the case leaves it out."""
+    if parameter.role == "workspace":
+        return (workspace_bytes,), "uint8"
+    if parameter.role == "output":
+        return case.outputs.get(parameter.name)
+    array = case.inputs.get(parameter.name)
+    return None if array is None else (array.shape, parameter.ctype)
+
+
+class Arena:
+    """A sealed memfd of `size` bytes, mapped here and in one runner. Pages cost memory once touched."""
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError when the system gives no memory."""
+        self.size = size
+        self.fd = os.memfd_create("evotune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._map = mmap.mmap(self.fd, size)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        rng = np.random.default_rng()
+        self._guards = [nan_word(rng) for _ in range(_GUARD_WORDS)]
+
+    def place(
+        self,
+        signature: Sequence[Parameter],
+        case: Case,
+        *,
+        begin: int = 0,
+        workspace_bytes: int = 0,
+        flush: Flush = "end",
+        poison: int = POISON,
+    ) -> Placement:
+        """Write guards, inputs and poison for a case from byte `begin` (a multiple of `GUARD`) on.
+
+        Raises StudyError when it does not fit.
+        """
+        placement = self._lay_out(signature, case, _Layout(begin, flush, [], []), workspace_bytes)
+        if placement.end > self.size:
+            raise StudyError(
+                f"{case.name} needs {placement.end >> 20} MiB of shared memory, the arena has "
+                f"{self.size >> 20}: make the workload smaller or raise arena_mib"
+            )
+        for number, (start, end) in enumerate(placement.gaps):
+            self._fill(start, end, self._guards[number % _GUARD_WORDS])
+        self.refresh(placement, case, poison)
+        return placement
+
+    @staticmethod
+    def _lay_out(
+        signature: Sequence[Parameter], case: Case, layout: _Layout, workspace_bytes: int
+    ) -> Placement:
+        begin, words, buffers = layout.cursor, [], []
+        for parameter in signature:
+            if parameter.role == "size":
+                words.append(int(case.sizes[parameter.name]).to_bytes(8, "little", signed=True))
+            elif parameter.role == "scalar":
+                words.append(np.float64(case.scalars[parameter.name]).tobytes())
+            elif (extent := _extent(parameter, case, workspace_bytes)) is None:
+                words.append(_NULL.to_bytes(8, "little"))
+            else:
+                shape, ctype = extent
+                size = int(np.prod(shape, dtype=np.int64)) * _DTYPES[ctype].itemsize
+                start = layout.buffer(size)
+                words.append(start.to_bytes(8, "little"))
+                buffers.append(Buffer(parameter.name, parameter.role, start, size, shape, ctype))
+        layout.guard()
+        return Placement(
+            tuple(words), tuple(buffers), tuple(layout.gaps), tuple(layout.fences), begin, layout.cursor
+        )
+
+    def refresh(self, placement: Placement, case: Case, poison: int = POISON) -> None:
+        """Write the inputs of a case of the same shapes, and poison, into an existing placement."""
+        for buffer in placement.buffers:
+            if buffer.role == "input":
+                self._view(buffer)[:] = _bytes(case.inputs[buffer.name])
+            else:
+                self._fill(buffer.start, buffer.start + buffer.size, poison)
+
+    def breach(self, placement: Placement, case: Case) -> str | None:
+        """What the call changed without a right to: an input, or bytes outside every buffer; else None."""
+        for buffer in placement.buffers:
+            if buffer.role == "input" and not np.array_equal(
+                self._view(buffer), _bytes(case.inputs[buffer.name])
+            ):
+                changed = np.flatnonzero(self._view(buffer) != _bytes(case.inputs[buffer.name]))
+                return f"input {buffer.name} was changed: {changed.size} bytes, the first at {changed[0]}"
+        for number, (start, end) in enumerate(placement.gaps):
+            found, wanted = self._against(start, end, self._guards[number % _GUARD_WORDS])
+            if not np.array_equal(found, wanted):
+                return self._outside(placement, start + int(np.flatnonzero(found != wanted)[0]))
+        return None
+
+    @staticmethod
+    def _outside(placement: Placement, at: int) -> str:
+        """Describe a changed byte outside every buffer by the buffer it is nearest to."""
+
+        def distance(buffer: Buffer) -> int:
+            return max(buffer.start - at, at - (buffer.start + buffer.size - 1), 0)
+
+        near = min(placement.buffers, key=distance)
+        side = "before" if at < near.start else "past the end of"
+        return f"wrote outside its buffers: {distance(near)} bytes {side} {near.name}"
+
+    def outputs(self, placement: Placement) -> dict[str, Array]:
+        """Copies of the wanted outputs, by name."""
+        return {
+            buffer.name: self._view(buffer).copy().view(_DTYPES[buffer.ctype]).reshape(buffer.shape)
+            for buffer in placement.buffers
+            if buffer.role == "output"
+        }
+
+    def unwritten(self, placement: Placement, poison: int = POISON) -> str | None:
+        """Which output still holds poison and in how many elements; None when all were written."""
+        for buffer in placement.buffers:
+            width = _DTYPES[buffer.ctype].itemsize
+            if buffer.role != "output" or not buffer.size:
+                continue
+            found, wanted = self._against(buffer.start, buffer.start + buffer.size, poison)
+            left = int((found == wanted).reshape(-1, width).all(axis=1).sum())
+            if left:
+                return f"{left} of {buffer.size // width} elements of {buffer.name} were never written"
+        return None
+
+    def _view(self, buffer: Buffer) -> Array:
+        return self._bytes[buffer.start : buffer.start + buffer.size]
+
+    def _fill(self, start: int, end: int, word: int) -> None:
+        """The word's bytes repeat by absolute address, whatever `start` is."""
+        whole_start, whole_end = min(_up(start, 4), end), max(end // 4 * 4, min(_up(start, 4), end))
+        self._bytes[whole_start:whole_end].view(np.uint32)[:] = word
+        pattern = word.to_bytes(4, "little")
+        for at in (*range(start, whole_start), *range(whole_end, end)):
+            self._bytes[at] = pattern[at % 4]
+
+    def _against(self, start: int, end: int, word: int) -> tuple[Array, Array]:
+        """The bytes [start, end), and what they are when only `_fill` wrote them."""
+        first = start // 4 * 4
+        expected = np.full((end - first + 3) // 4, word, np.uint32).view(np.uint8)
+        return self._bytes[start:end], expected[start - first : end - first]
+
+    def close(self) -> None:
+        """Unmap and close; the memory is freed once the runner is gone. May be called twice."""
+        if self.fd >= 0:
+            del self._bytes
+            self._map.close()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _bytes(array: Array | None) -> Array:
+    """A C-contiguous array as flat bytes, without a copy."""
+    if array is None:
+        raise ValueError("a placed input is missing from the case")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def changed_bits(first: Mapping[str, Array], second: Mapping[str, Array]) -> str | None:
+    """Where two sets of outputs differ in any bit; None when they are equal."""
+    for name, array in first.items():
+        differs = np.flatnonzero(_bytes(array) != _bytes(second[name]))
+        if differs.size:
+            width = array.dtype.itemsize
+            return f"{name} differs between two equal calls, first at element {differs[0] // width}"
+    return None

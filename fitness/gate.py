@@ -1,0 +1,296 @@
+"""The correctness gate: five rungs over any `Operator`, cheap and telling first.
+
+    smoke, edges, regimes   outputs of a compiled object against solved cases
+    laws                    outputs against outputs, no reference
+    integrity               what no comparison of values sees: inputs changed or bytes written outside the
+                            buffers in any earlier call, reads outside them, two equal calls that differ
+
+A case is solved once per judge and every use draws a fresh variant of it (`Case.fresh`) with randomness
+from the operating system taken after the candidate was built, so nothing about a judged input can have been
+known to it. A breach seen early is held back until its own rung, so that the rung a candidate stopped at
+says how far its values were right.
+"""
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from evotune.fitness.arena import GUARD, POISON, Flush, Placement, changed_bits, nan_word
+from evotune.fitness.operator import Array, Case, GateCase, Law, Level, Operator, Parameter, Workload
+from evotune.fitness.outcome import Failed, Failure, Stage
+from evotune.fitness.runner import Call, Fault, Runner
+from evotune.search_space.template import Specialization
+
+_CASE_RUNGS = (Stage.SMOKE, Stage.EDGES, Stage.REGIMES)
+_REPEATED_CASES: Mapping[Level, int] = {"screen": 1, "full": 4}
+_QUERY_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    """What a judged call may use.
+
+    Attributes:
+        call_timeout_s: one call on a gate case; gate cases take an honest kernel milliseconds.
+        arena_mib: memory shared with the runner, touched only as needed.
+        workspace_mib: the largest workspace a kernel may ask for on any case.
+    """
+
+    call_timeout_s: float = 2.0
+    arena_mib: int = 1024
+    workspace_mib: int = 64
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One thing that was looked at. `failure` is None when it was right; `ratio` is error over bound."""
+
+    stage: Stage
+    case: str
+    ratio: float = 0.0
+    failure: Failure | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """Everything looked at, in order; ends at the first failure unless the gate was asked to explain."""
+
+    level: Level
+    results: tuple[CaseResult, ...]
+
+    @property
+    def failed(self) -> Failed | None:
+        """The first failure, or None: passed."""
+        for result in self.results:
+            if result.failure is not None:
+                return Failed(result.failure, result.stage, result.detail, case=result.case)
+        return None
+
+    @property
+    def worst_error(self) -> float:
+        """The largest error over bound against solved cases."""
+        return max((result.ratio for result in self.results if result.stage in _CASE_RUNGS), default=0.0)
+
+    def failures(self, stage: Stage) -> list[CaseResult]:
+        return [r for r in self.results if r.stage == stage and r.failure is not None]
+
+
+class CaseBook:
+    """Cases solved once, from seeds of the operating system, and fresh variants of them."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self._solved: dict[str, Case] = {}
+
+    def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:
+        """A variant nobody has seen; costs a solution only the first time."""
+        case = self._solved.get(workload.name)
+        if case is None:
+            case = self._solved[workload.name] = self._operator.solve(workload, secrets.randbits(31))
+        return case.fresh(rng)
+
+
+@dataclass(frozen=True)
+class Called:
+    """What one call left behind."""
+
+    outputs: Mapping[str, Array]
+    breach: str | None
+    unwritten: str | None
+    call: Call
+
+
+@dataclass
+class Session:
+    """One candidate under judgement: its signatures, and a runner that is replaced after a fault.
+
+    Attributes:
+        start: makes a runner with all of the candidate's objects; see `Runner` for what it raises.
+        signatures: of each object, in the order in which `start` loads them.
+    """
+
+    start: Callable[[], Runner]
+    signatures: Sequence[Sequence[Parameter]]
+    limits: GateLimits
+    _runner: Runner | None = None
+    _workspaces: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+
+    @property
+    def runner(self) -> Runner:
+        """A living runner. Raises Fault when the objects cannot be loaded, SandboxError when nothing can."""
+        if self._runner is None or not self._runner.alive:
+            self.close()
+            self._runner = self.start()
+        return self._runner
+
+    def workspace_bytes(self, index: int, case: Case) -> int:
+        """What object `index` asks for on this case. Raises Fault when that is negative or too much."""
+        sizes = tuple(case.sizes[p.name] for p in self.signatures[index] if p.role == "size")
+        wanted = self._workspaces.get((index, sizes))
+        if wanted is None:
+            wanted = self.runner.workspace_bytes(index, sizes, _QUERY_TIMEOUT_S)
+            if not 0 <= wanted <= self.limits.workspace_mib << 20:
+                raise Fault(
+                    Failure.OVER_BUDGET,
+                    f"asks for a workspace of {wanted} bytes, allowed are {self.limits.workspace_mib} MiB",
+                )
+            self._workspaces[index, sizes] = wanted
+        return wanted
+
+    def place(
+        self, index: int, case: Case, *, begin: int = 0, flush: Flush = "end", poison: int = POISON
+    ) -> Placement:
+        """Lay a case out in the runner's arena. Raises Fault."""
+        workspace_bytes = self.workspace_bytes(index, case)
+        return self.runner.arena.place(
+            self.signatures[index],
+            case,
+            begin=begin,
+            workspace_bytes=workspace_bytes,
+            flush=flush,
+            poison=poison,
+        )
+
+    def call(self, index: int, case: Case) -> Called:
+        """Place a case, call object `index` on it, look at everything it left. Raises Fault."""
+        placement = self.place(index, case)
+        call = self.runner.call(index, placement, self.limits.call_timeout_s)
+        return self.look(placement, case, call, POISON)
+
+    def call_fenced(self, index: int, case: Case, begin: int, flush: Flush, poison: int) -> Called:
+        """As `call`, with no rights to the pages round each buffer. Raises Fault."""
+        placement = self.place(index, case, begin=begin, flush=flush, poison=poison)
+        self.runner.fence(placement)
+        call = self.runner.call(index, placement, self.limits.call_timeout_s)
+        self.runner.unfence(placement)
+        return self.look(placement, case, call, poison)
+
+    def look(self, placement: Placement, case: Case, call: Call, poison: int = POISON) -> Called:
+        arena = self.runner.arena
+        breach, unwritten = arena.breach(placement, case), arena.unwritten(placement, poison)
+        return Called(arena.outputs(placement), breach, unwritten, call)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+
+class Gate:
+    """Judges candidates of one operator; keeps the solved cases."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.cases = CaseBook(operator)
+
+    def judge(
+        self, session: Session, specs: Sequence[Specialization], level: Level, *, explain: bool = False
+    ) -> GateReport:
+        """Run the rungs over one session, whose object i is for `specs[i]`.
+
+        Stops at the first failure; `explain` goes on to the end. Raises SandboxError and StudyError only.
+        """
+        results: list[CaseResult] = []
+        for result in _Judgement(self, session, specs, level).results():
+            results.append(result)
+            if result.failure is not None and not explain:
+                break
+        return GateReport(level, tuple(results))
+
+
+class _Judgement:
+    """One pass of one candidate through the rungs."""
+
+    def __init__(self, gate: Gate, session: Session, specs: Sequence[Specialization], level: Level) -> None:
+        self.gate = gate
+        self.session = session
+        self.specs = specs
+        self.level: Level = level
+        self.rng = np.random.default_rng(secrets.randbits(128))
+        self.breaches: list[tuple[str, str]] = []
+        self.cases = [list(gate.operator.gate_cases(spec, level)) for spec in specs]
+
+    def results(self) -> Iterator[CaseResult]:
+        for stage in _CASE_RUNGS:
+            for index, cases in enumerate(self.cases):
+                for entry in cases:
+                    if entry.rung == stage.value:
+                        yield self._against_truth(stage, index, entry)
+        for index, spec in enumerate(self.specs):
+            for law in self.gate.operator.laws(spec, self.level):
+                yield self._law(index, law)
+        for index, cases in enumerate(self.cases):
+            telling = [entry for entry in cases if entry.rung != "smoke"] or cases
+            for _ in range(_REPEATED_CASES[self.level]):
+                yield self._repeated(index, telling)
+        yield self._buffers()
+
+    def _name(self, index: int, name: str) -> str:
+        return name if len(self.specs) == 1 else f"{name} [{self.specs[index].label}]"
+
+    def _call(self, index: int, case: Case, name: str) -> Called:
+        called = self.session.call(index, case)
+        if called.breach is not None:
+            self.breaches.append((name, called.breach))
+        return called
+
+    def _against_truth(self, stage: Stage, index: int, entry: GateCase) -> CaseResult:
+        name = self._name(index, entry.name)
+        case = self.gate.cases.fresh(entry.workload, self.rng)
+        try:
+            called = self._call(index, case, name)
+        except Fault as fault:
+            return CaseResult(stage, name, math.inf, fault.failure, fault.detail)
+        return compared(stage, name, case, called)
+
+    def _law(self, index: int, law: Law) -> CaseResult:
+        name = self._name(index, law.name)
+        try:
+            worst = law.check(lambda case: self._call(index, case, name).outputs, self.rng)
+        except Fault as fault:
+            return CaseResult(Stage.LAWS, name, math.inf, fault.failure, fault.detail)
+        if worst.ratio <= 1:
+            return CaseResult(Stage.LAWS, name, worst.ratio)
+        return CaseResult(Stage.LAWS, name, worst.ratio, Failure.WRONG, worst.detail)
+
+    def _repeated(self, index: int, entries: Sequence[GateCase]) -> CaseResult:
+        """Call A, B, A behind fences: the two A differ in place, alignment beyond 64 bytes, and poison."""
+        first, second = (entries[int(i)] for i in self.rng.integers(len(entries), size=2))
+        name = self._name(index, f"{first.name}, called twice")
+        case = self.gate.cases.fresh(first.workload, self.rng)
+        other = self.gate.cases.fresh(second.workload, self.rng)
+        elsewhere = GUARD * int(self.rng.integers(1, 64))
+        try:
+            once = self.session.call_fenced(index, case, 0, "end", POISON)
+            self.session.call(index, other)
+            again = self.session.call_fenced(index, case, elsewhere, "start", nan_word(self.rng))
+        except Fault as fault:
+            return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault))
+        differs = changed_bits(once.outputs, again.outputs)
+        if differs is not None:
+            return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
+        return CaseResult(Stage.INTEGRITY, name)
+
+    def _buffers(self) -> CaseResult:
+        if not self.breaches:
+            return CaseResult(Stage.INTEGRITY, "buffers")
+        name, breach = self.breaches[0]
+        return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.WRONG, breach)
+
+
+def compared(stage: Stage, name: str, case: Case, called: Called) -> CaseResult:
+    """Outputs against truth. A ratio that is not a number fails."""
+    worst = case.worst(called.outputs)
+    if worst.ratio <= 1:
+        return CaseResult(stage, name, worst.ratio)
+    detail = worst.detail if called.unwritten is None else f"{worst.detail}; {called.unwritten}"
+    return CaseResult(stage, name, worst.ratio, Failure.WRONG, detail)
+
+
+def _fenced(fault: Fault) -> str:
+    if fault.failure is Failure.FAULT and fault.detail.startswith("SIGSEGV"):
+        return "SIGSEGV: read or wrote outside its buffers, where a guard page without rights was"
+    return fault.detail
