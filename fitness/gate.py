@@ -222,11 +222,11 @@ class _Judgement:
         for index, spec in enumerate(self.specs):
             for law in self.gate.operator.laws(spec, self.level):
                 yield self._law(index, law)
-        for index, cases in enumerate(self.cases):
-            telling = [entry for entry in cases if entry.rung != "smoke"] or cases
+        yield self._buffers("buffers")
+        for index in range(len(self.specs)):
             for _ in range(_REPEATED_CASES[self.level]):
-                yield self._repeated(index, telling)
-        yield self._buffers()
+                yield self._repeated(index)
+        yield self._buffers("buffers, called twice")
 
     def _name(self, index: int, name: str) -> str:
         return name if len(self.specs) == 1 else f"{name} [{self.specs[index].label}]"
@@ -256,28 +256,38 @@ class _Judgement:
             return CaseResult(Stage.LAWS, name, worst.ratio)
         return CaseResult(Stage.LAWS, name, worst.ratio, Failure.WRONG, worst.detail)
 
-    def _repeated(self, index: int, entries: Sequence[GateCase]) -> CaseResult:
-        """Call A, B, A behind fences: the two A differ in place, alignment beyond 64 bytes, and poison."""
-        first, second = (entries[int(i)] for i in self.rng.integers(len(entries), size=2))
-        name = self._name(index, f"{first.name}, called twice")
-        case = self.gate.cases.fresh(first.workload, self.rng)
-        other = self.gate.cases.fresh(second.workload, self.rng)
+    def _telling(self, index: int) -> Case:
+        """A fresh case of a random rung but smoke that has something to compute, where there is one."""
+        entries = [entry for entry in self.cases[index] if entry.rung != "smoke"] or self.cases[index]
+        for at in self.rng.permutation(len(entries)):
+            case = self.gate.cases.fresh(entries[int(at)].workload, self.rng)
+            if any(extent and 0 not in extent[0] for extent in case.outputs.values()):
+                break
+        return case
+
+    def _repeated(self, index: int) -> CaseResult:
+        """Call A, B, A, the A behind fences: they differ in place, alignment beyond 64 bytes, and poison."""
+        case, other = self._telling(index), self._telling(index)
+        name = self._name(index, f"{case.name}, called twice")
         elsewhere = GUARD * int(self.rng.integers(1, 64))
         try:
             once = self.session.call_fenced(index, case, 0, "end", POISON)
-            self.session.call(index, other)
+            self._call(index, other, name)
             again = self.session.call_fenced(index, case, elsewhere, "start", nan_word(self.rng))
         except Fault as fault:
             return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault))
+        self.breaches += [(name, called.breach) for called in (once, again) if called.breach is not None]
         differs = changed_bits(once.outputs, again.outputs)
         if differs is not None:
             return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
         return CaseResult(Stage.INTEGRITY, name)
 
-    def _buffers(self) -> CaseResult:
+    def _buffers(self, name: str) -> CaseResult:
+        """The first breach since this was last asked."""
         if not self.breaches:
-            return CaseResult(Stage.INTEGRITY, "buffers")
+            return CaseResult(Stage.INTEGRITY, name)
         name, breach = self.breaches[0]
+        self.breaches.clear()
         return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.WRONG, breach)
 
 

@@ -10,12 +10,14 @@ another runner. Both clocks are CLOCK_MONOTONIC, so an honest runner's time lies
 far a runner may understate is `timing.py`'s business, which knows the baseline's overhead.
 """
 
+import fcntl
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,6 +33,7 @@ from evotune.fitness.seccomp import judge_filter, supported
 
 from evotune.errors import SandboxError
 
+_NOT_OURS = "gave an answer that the runner's own code does not give"
 _KINDS = {"input": "p", "output": "p", "workspace": "p", "size": "i", "scalar": "f"}
 _START_TIMEOUT_S = 20.0
 _SCRIPT = Path(child.__file__).resolve()
@@ -169,6 +172,9 @@ class Runner:
 
     def _ask(self, operation: int, index: int, words: bytes, timeout_s: float) -> int:
         sequence, self._sequence = self._sequence, self._sequence + 1
+        if self._unasked():
+            self.close()
+            raise Fault(Failure.FORGED, _NOT_OURS)
         with suppress(BrokenPipeError):
             os.write(self._requests, child.REQUEST.pack(sequence, operation, index, len(words) // 8) + words)
         status, value = self._reply(sequence, timeout_s)
@@ -176,6 +182,11 @@ class Runner:
             self.close()
             raise Fault(Failure.FORGED, f"answered with status {status}")
         return value
+
+    def _unasked(self) -> bool:
+        """Whether bytes wait in the reply pipe although nothing was asked."""
+        waiting = fcntl.ioctl(self._replies, termios.FIONREAD, bytes(4))
+        return int.from_bytes(waiting, sys.byteorder) > 0
 
     def _reply(self, sequence: int, timeout_s: float) -> tuple[int, int]:
         """(status, value) of the reply expected next; ends the process and raises Fault for anything else."""
@@ -186,14 +197,14 @@ class Runner:
             if not ready:
                 self.close()
                 raise Fault(Failure.TIMEOUT, f"no answer within {timeout_s:g} s")
-            piece = os.read(self._replies, 4096)
+            piece = os.read(self._replies, child.REPLY.size - len(data))
             if not piece:
                 raise self._death()
             data += piece
-        answered, status, value = child.REPLY.unpack_from(data)
-        if len(data) > child.REPLY.size or answered != sequence:
+        answered, status, value = child.REPLY.unpack(data)
+        if answered != sequence:
             self.close()
-            raise Fault(Failure.FORGED, "the answer is not one that the runner's own code gives")
+            raise Fault(Failure.FORGED, _NOT_OURS)
         return status, value
 
     def _death(self) -> Fault:

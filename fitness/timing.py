@@ -169,7 +169,7 @@ class _Block:
             breach = look.breach(placement, self.cases[number])
             if breach is not None:
                 return worst, Failed(Failure.WRONG, Stage.TIME, breach, case=name)
-            # Poison may rightly stay where no sequence reaches, so what is unwritten is compared, not refused.
+            # Poison may rightly stay where no sequence reaches: what is unwritten is compared, not refused.
             if number in checked or look.unwritten(placement) is not None:
                 found = self.cases[number].worst(look.outputs(placement))
                 if not found.ratio <= 1:
