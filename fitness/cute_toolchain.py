@@ -54,7 +54,7 @@ _REGISTER_GRAIN, _BLOCK_RESERVED_BYTES = 256, 1024  # registers are given to war
 # What the DSL's own host code calls: its launch wrappers, tvm-ffi's errors and stream, printf before a trap.
 _INDIRECT = ("STT_GNU_IFUNC", "STT_LOOS")
 _FOREIGN = re.compile(
-    r"_cu[A-Z]\w*|TVMFFI\w+|CuteDSLRT_\w+|cuda_dialect_\w+|_GLOBAL_OFFSET_TABLE_|printf|memcpy"
+    r"_cu(?:da)?[A-Z]\w*|TVMFFI\w+|CuteDSLRT_\w+|cuda_dialect_\w+|_GLOBAL_OFFSET_TABLE_|printf|memcpy"
 )
 
 
