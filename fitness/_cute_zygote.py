@@ -5,7 +5,7 @@ ALONE is "1" where the process namespace is this sandbox's own, so that whatever
 be killed. stdin and stdout carry frames: 8 bytes of length, big endian, then JSON.
 
     out  {"ready": version}                                          once
-    in   {"text", "entry", "constants": {}, "wall_s"}                a job
+    in   {"text", "entry", "constants": {}, "wall_s", "flood_bytes"} a job
     out  {"status", "detail", "log", "reusable", and when built
           "files": {suffix: base64}, "launches": [{"shared_bytes", "threads"}]}
 
@@ -98,7 +98,8 @@ def run(job: dict, options: str, private: tuple[int, ...]) -> dict:
         _child(job, options, log_write, result_write)
     os.close(log_write)
     os.close(result_write)
-    log, result, stopped = _collect(child, log_read, result_read, time.monotonic() + job["wall_s"])
+    deadline = time.monotonic() + job["wall_s"]
+    log, result, stopped = _collect(child, log_read, result_read, deadline, job["flood_bytes"])
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(log_read)
@@ -113,6 +114,9 @@ def _answer(result: bytes, status: int, stopped: str, log: str) -> dict:
     try:
         answer = json.loads(result)
     except ValueError:
+        answer = None
+    # The candidate may have written it.
+    if not isinstance(answer, dict) or answer.get("status") not in ("built", "error"):
         if stopped:
             detail = stopped
         elif os.WIFSIGNALED(status):
@@ -120,12 +124,13 @@ def _answer(result: bytes, status: int, stopped: str, log: str) -> dict:
         else:
             detail = f"exit status {os.waitstatus_to_exitcode(status)}"
         return {"status": "died", "detail": detail, "log": log}
-    answer["log"] = log
-    return answer
+    return {**answer, "detail": str(answer.get("detail", ""))[:1000], "log": log}
 
 
-def _collect(child: int, log_fd: int, result_fd: int, deadline: float) -> tuple[str, bytes, str]:
-    """(log, result, why stopped) until the result is complete, the child has ended or time is up."""
+def _collect(
+    child: int, log_fd: int, result_fd: int, deadline: float, flood_bytes: int
+) -> tuple[str, bytes, str]:
+    """(log, result, why stopped) until the result is complete, the child has ended or it goes too far."""
     head, tail, result, size = bytearray(), bytearray(), bytearray(), 0
     with selectors.DefaultSelector() as selector:
         selector.register(log_fd, selectors.EVENT_READ)
@@ -136,6 +141,9 @@ def _collect(child: int, log_fd: int, result_fd: int, deadline: float) -> tuple[
             if left <= 0:
                 stopped = "timeout"
                 break
+            if size > flood_bytes:
+                stopped = f"printed more than {flood_bytes} bytes"
+                break
             ready = selector.select(min(left, 0.05))
             for key, _ in ready:
                 data = os.read(key.fd, _CHUNK)
@@ -144,7 +152,7 @@ def _collect(child: int, log_fd: int, result_fd: int, deadline: float) -> tuple[
                 elif key.fd == result_fd:
                     result += data
                     if len(result) > _RESULT_BYTES:
-                        return "", b"", f"a result of more than {_RESULT_BYTES} bytes"
+                        return "", b"", f"its result has more than {_RESULT_BYTES} bytes"
                 else:
                     size += len(data)
                     room = _LOG_BYTES - len(head)

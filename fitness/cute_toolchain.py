@@ -44,7 +44,8 @@ _JOBS_PER_ZYGOTE = 200  # then a fresh one: whatever leaks in the parent of the 
 _START_S = 60.0
 _GRACE_S = 5.0  # beyond the job's own limit before the whole sandbox is killed
 _ANSWER_BYTES = 128 << 20
-_LOG_LINES = 30
+_LOG_LINES, _LINE_CHARACTERS = 30, 400
+_LAUNCH = ("shared_bytes", "threads")
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 # Compute capability 9.0, CUDA C++ programming guide, "Technical specifications per compute capability".
@@ -94,6 +95,7 @@ class CuteToolchain:
             "entry": unit.entry,
             "constants": {**dict(unit.constants), "DEBUG": int(unit.debug)},
             "wall_s": limits.wall_s,
+            "flood_bytes": limits.flood_bytes,
         }
         zygote = self._take(sandbox, limits)
         try:
@@ -213,7 +215,11 @@ class _Zygote:
         size = struct.unpack(">Q", header)[0]
         if size > _ANSWER_BYTES:
             raise EOFError(f"an answer of {size} bytes")
-        found: dict[str, Any] = json.loads(self._exactly(size, deadline))
+        data = self._exactly(size, deadline)
+        try:
+            found: dict[str, Any] = json.loads(data)
+        except ValueError as error:
+            raise EOFError(f"an answer that is no JSON: {error}") from error
         return found
 
     def _exactly(self, size: int, deadline: float) -> bytes:
@@ -258,7 +264,7 @@ def trimmed(log: str) -> str:
 
     A traceback of the DSL has some 40 frames of its own; the candidate's are in kernel.py.
     """
-    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    lines = [line.rstrip()[:_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if 'kernel.py"' in line or "kernel.py:" in line]
     kept: list[str] = []
     for i in frames:
@@ -270,9 +276,13 @@ def trimmed(log: str) -> str:
 
 def _compiled(answer: Mapping[str, Any], scratch: Path, sandbox: Sandbox) -> Compiled | CompileError:
     """Decode the answer and let cuobjdump read the device code that is inside the object."""
-    files = {suffix: base64.b64decode(text) for suffix, text in answer["files"].items()}
-    code = files.pop(".o")
     log = answer["log"]
+    try:
+        code, ptx = (base64.b64decode(answer["files"][suffix]) for suffix in (".o", ".ptx"))
+        launches = [{name: int(launch[name]) for name in _LAUNCH} for launch in answer["launches"]]
+    except (KeyError, TypeError, ValueError) as error:  # the candidate wrote it, not the DSL
+        detail = f"the compile left a forged result: {error!r}"
+        return CompileError(Failed(Failure.BUILD_ERROR, Stage.BUILD, detail, log=trimmed(log)), log)
     device = embedded_cubin(code)
     if device is None:
         failed = Failed(Failure.BUILD_ERROR, Stage.BUILD, "the object holds no device code", log=trimmed(log))
@@ -286,9 +296,12 @@ def _compiled(answer: Mapping[str, Any], scratch: Path, sandbox: Sandbox) -> Com
         said = (done.stderr.text or done.stdout.text).strip()
         detail = f"cuobjdump cannot read the device code: {said}"[:300]
         return CompileError(Failed(Failure.BUILD_ERROR, Stage.BUILD, detail), said)
-    files[".cubin"] = device
-    files[".resources"] = done.stdout.head
-    files[".launches.json"] = json.dumps(answer["launches"]).encode()
+    files = {
+        ".ptx": ptx,
+        ".cubin": device,
+        ".resources": done.stdout.head,
+        ".launches.json": json.dumps(launches).encode(),
+    }
     return Compiled(code, files, log)
 
 
