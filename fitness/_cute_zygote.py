@@ -35,6 +35,7 @@ import traceback
 
 _PR_SET_DUMPABLE = 4
 _LAZY = ("cutlass.cutlass_dsl.tvm_ffi_provider", "cutlass.cute._tvm_ffi_args_spec_converter")
+_WRITABLE = (".", "/tmp", "/dev/shm")
 _LOG_BYTES = 128 << 10  # kept of the head of what a job prints, and as much of its tail
 _RESULT_BYTES = 96 << 20
 _CHUNK = 1 << 16
@@ -56,8 +57,7 @@ def main(alone: bool, options: str) -> None:
         answer = run(job, options, (requests, answers))
         if alone:
             _kill_the_rest()
-        shutil.rmtree("job", ignore_errors=True)
-        send(answers, {**answer, "reusable": alone and not os.path.lexists("job")})
+        send(answers, {**answer, "reusable": alone and _swept()})
 
 
 def send(fd: int, message: object) -> None:
@@ -170,6 +170,18 @@ def _collect(
     gap = size - len(head) - len(tail)
     middle = f"\n… {gap} bytes left out …\n".encode() if gap else b""
     return (bytes(head) + middle + bytes(tail)).decode(errors="replace"), bytes(result), stopped
+
+
+def _swept() -> bool:
+    """Remove all that a job could have written; whether nothing is left."""
+    for place in _WRITABLE:
+        for name in os.listdir(place):
+            path = os.path.join(place, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+    return not any(os.listdir(place) for place in _WRITABLE)
 
 
 def _kill_the_rest() -> None:

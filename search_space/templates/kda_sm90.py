@@ -98,6 +98,9 @@ class KdaSm90Template:
         return Plan.of(_constants(knobs, spec))
 
 
+TEMPLATE = KdaSm90Template()
+
+
 def _constants(knobs: KdaSm90Knobs, spec: Specialization) -> dict[str, Constant]:
     constants: dict[str, Constant] = {
         field.name.upper(): getattr(knobs, field.name) for field in fields(KdaSm90Knobs)
