@@ -48,8 +48,8 @@ Flush = Literal["end", "start"]
 
 
 def nan_word(rng: np.random.Generator) -> int:
-    """A random 32-bit word that is NaN as float32 and, in both halves, as bfloat16."""
-    high, low = rng.integers(1, 64, size=2)
+    """A random 32-bit word that is NaN as float32 and, in both halves, as bfloat16; never `POISON`."""
+    high, low = rng.integers(1, 63, size=2)
     return int(0x7FC0 | high) << 16 | int(0xFFC0 | low)
 
 

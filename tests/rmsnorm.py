@@ -51,8 +51,9 @@ void rmsnorm(const float *x, const float *weight, float *y, void *workspace, int
     float *factors = workspace;
     for (int64_t r = 0; r < rows; r++)
         factors[r] = 1.0f / sqrtf(sum_squares(x + r * D) / D + eps);
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++) {
         scale_row(x + r * D, weight, y + r * D, factors[r]);
+    }
 }
 """
 
@@ -200,7 +201,7 @@ class RowsAreIndependent:
         x = case.inputs["x"]
         assert x is not None
         other = x.copy()
-        other[0] = rng.standard_normal(x.shape[1])
+        other[0] = -1.5 * x[0]
         changed = replace(case, inputs={**case.inputs, "x": other})
         same = np.array_equal(call(case)["y"][1:], call(changed)["y"][1:])
         return RmsDiscrepancy(0.0, "") if same else RmsDiscrepancy(np.inf, "a row depends on the first one")
