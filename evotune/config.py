@@ -1,0 +1,192 @@
+"""study.toml → `StudyConfig`: read once, checked whole, frozen. Nobody downstream sees a missing value.
+
+Every key is documented in `experiments/reference.toml`, which a test loads. The tables [build], [gate] and
+[timing] have the fields of the dataclasses that the judge works with.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from evotune.errors import StudyError
+from evotune.fitness.gate import GateLimits
+from evotune.fitness.timing import TimingPlan
+from evotune.plugins import SAMPLERS, nearest
+
+# What may differ when a study is resumed: how far it goes and where it lies, never what it measures.
+MAY_CHANGE = frozenset({"study.trials", "study.time_limit_s", "study.directory", "mutation.llm.max_cost_usd"})
+_RULES = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Table(BaseModel):
+    model_config = _RULES
+
+
+def _table_of(limits: type[Any]) -> type[BaseModel]:
+    """A table with the fields, types and defaults of a frozen dataclass."""
+    hints = get_type_hints(limits)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], Field(default=field.default)) for field in dataclasses.fields(limits)
+    }
+    model: type[BaseModel] = create_model(limits.__name__, __config__=_RULES, **fields)
+    return model
+
+
+class StudyTable(_Table):
+    """[study]"""
+
+    name: str = Field(min_length=1)
+    template: str
+    device: str = ""
+    seed: int = Field(default=0, ge=0)
+    trials: int = Field(default=200, gt=0)
+    time_limit_s: float | None = Field(default=None, gt=0)
+    directory: str = ""
+    storage: str = ""
+
+
+class SearchTable(_Table):
+    """[search]"""
+
+    sampler: str = "pool"
+    batch: int = Field(default=8, gt=0, le=1024)
+    warmup: int = Field(default=6, gt=0)
+
+
+class LlmTable(_Table):
+    """[mutation.llm]"""
+
+    model: str
+    api_base: str | None = None
+    max_cost_usd: float = Field(default=1.0, gt=0)
+    input_usd_per_mtok: float | None = Field(default=None, ge=0)
+    output_usd_per_mtok: float | None = Field(default=None, ge=0)
+    timeout_s: float = Field(default=120.0, gt=0)
+
+
+class MutationTable(_Table):
+    """[mutation]"""
+
+    operators: list[str] = Field(default_factory=list)
+    every: int = Field(default=30, ge=0)
+    stagnation: int = Field(default=40, ge=0)
+    max_branches: int = Field(default=8, gt=0)
+    llm: LlmTable | None = None
+
+
+class ObjectivesTable(_Table):
+    """[objectives]"""
+
+    names: list[str] = Field(default=["speedup", "error", "complexity", "host_call"], min_length=1)
+
+
+class StudyConfig(_Table):
+    """A whole study.toml. `workload` tables are the operator's to read."""
+
+    study: StudyTable
+    search: SearchTable = SearchTable()
+    mutation: MutationTable = MutationTable()
+    objectives: ObjectivesTable = ObjectivesTable()
+    workload: list[dict[str, Any]] = Field(min_length=1)
+    gate: _table_of(GateLimits) = _table_of(GateLimits)()  # type: ignore[valid-type]
+    timing: _table_of(TimingPlan) = _table_of(TimingPlan)()  # type: ignore[valid-type]
+
+    @property
+    def gate_limits(self) -> GateLimits:
+        return GateLimits(**self.gate.model_dump())
+
+    @property
+    def timing_plan(self) -> TimingPlan:
+        return TimingPlan(**self.timing.model_dump())
+
+    def as_json(self) -> dict[str, Any]:
+        """Every key with its value, defaults included; `parse` takes it back."""
+        return self.model_dump(mode="json")
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> StudyConfig:
+    """Read a study file. `overrides` by dotted key ("study.trials") win over the file; None leaves it.
+
+    Raises StudyError, one line for every fault.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StudyError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StudyError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(f"{path} is not TOML: {error}") from error
+    if not tables:
+        raise StudyError(f"{path} is empty; `python -m evotune init` writes a commented study file")
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            table, key = dotted.split(".")
+            section = tables.setdefault(table, {})
+            if isinstance(section, dict):
+                section[key] = value
+    return parse(tables, str(path))
+
+
+def parse(tables: Mapping[str, Any], where: str) -> StudyConfig:
+    """Check tables as tomllib gives them. Raises StudyError, one line for every fault, naming `where`."""
+    try:
+        config = StudyConfig.model_validate(tables)
+    except ValidationError as error:
+        raise StudyError("\n".join(f"{where}: {line}" for line in _faults(error))) from error
+    if config.search.sampler not in SAMPLERS:
+        near = nearest(config.search.sampler, SAMPLERS)
+        raise StudyError(f"{where}: [search] no sampler named {config.search.sampler}; {near}")
+    operators = config.mutation.operators
+    if "llm" in operators and config.mutation.llm is None:
+        raise StudyError(f"{where}: [mutation] operators has llm, so [mutation.llm] with a model is needed")
+    if operators and not config.mutation.every and not config.mutation.stagnation:
+        raise StudyError(f"{where}: [mutation] every and stagnation are both 0, so no operator is ever asked")
+    return config
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What a resumed study may not change: "search.batch 4 → 8" for each key that differs."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    keys = [key for key in {**old, **new} if key not in MAY_CHANGE and old.get(key) != new.get(key)]
+    return [f"{key} {old.get(key)!r} → {new.get(key)!r}" for key in keys]
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _faults(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors(include_url=False):
+        *tables, key = fault["loc"]
+        place = ".".join(str(part) for part in tables if not isinstance(part, int))
+        head = f"[{place}] " if place else ""
+        if fault["type"] == "extra_forbidden":
+            yield f"{head}unknown key {key}; {nearest(str(key), _keys(tables))}"
+        elif fault["type"] == "missing":
+            is_table = not tables
+            yield f"{head}the {'table' if is_table else 'key'} {key} is missing"
+        else:
+            told = fault["msg"].removeprefix("Input ")
+            yield f"{head}{key} {told}, but is {fault['input']!r}"
+
+
+def _keys(tables: list[int | str]) -> list[str]:
+    """Keys that the table at a path may have."""
+    model: type[BaseModel] = StudyConfig
+    for part in tables:
+        annotation = model.model_fields[str(part)].annotation
+        options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return list(model.model_fields)

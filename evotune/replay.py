@@ -1,0 +1,158 @@
+"""A recorded study as a device and as mutators: the loop runs again and finds the same candidates.
+
+`run_in_memory` also compares samplers on a recorded sweep.
+"""
+
+import json
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna.storages import InMemoryStorage
+
+from evotune.controller import randomness
+from evotune.errors import ProposalError, StudyError
+from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.outcome import Failed, Outcome
+from evotune.history import fold
+from evotune.journal import Journal, Lock, read
+from evotune.mutators.mutator import Proposal, Request
+from evotune.records import Asked, BranchAdded, Judged, Record, Refusal
+from evotune.search_space.branch import Candidate
+from evotune.search_space.space import Space
+from evotune.setup import Setup, from_header
+from evotune.study import Opened, StudyRun, first_records
+from evotune.trials import TrialBook, quiet
+
+Key = tuple[str, str]
+
+
+class ReplayEvaluator:
+    """Answers from records, each outcome of a candidate once and in order; the last one again after that."""
+
+    def __init__(self, space: Space, outcomes: Mapping[Key, Sequence[Outcome]]) -> None:
+        self._space = space
+        self._outcomes = {key: deque(found) for key, found in outcomes.items()}
+
+    @classmethod
+    def of(cls, records: Sequence[Record], space: Space) -> "ReplayEvaluator":
+        """What a journal's candidates came to."""
+        branches = {record.id: record.branch for record in records if isinstance(record, BranchAdded)}
+        asked = {record.trial: record for record in records if isinstance(record, Asked)}
+        outcomes: defaultdict[Key, list[Outcome]] = defaultdict(list)
+        for record in records:
+            if isinstance(record, Judged):
+                ask = asked[record.trial]
+                candidate = Candidate(branches[ask.branch], space.decode(ask.knobs))
+                outcomes[_key(space, candidate)].append(record.outcome)
+        return cls(space, outcomes)
+
+    def submit(self, candidate: Candidate) -> Future[Evaluation]:
+        """A future that is done. Raises StudyError for a candidate that was not recorded."""
+        found = self._outcomes.get(_key(self._space, candidate))
+        if found is None:
+            raise StudyError(f"the journal has no result for {candidate.branch.id} with {candidate.knobs}")
+        future: Future[Evaluation] = Future()
+        future.set_result(Evaluation(found.popleft() if len(found) > 1 else found[0]))
+        return future
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass
+class ReplayMutator:
+    """Gives what a mutator gave, by the seed that it was asked with.
+
+    Attributes:
+        proposals, repairs: records by request seed.
+    """
+
+    name: str
+    space: Space
+    proposals: dict[int, BranchAdded | Refusal] = field(default_factory=dict)
+    repairs: dict[int, BranchAdded | Refusal] = field(default_factory=dict)
+
+    def propose(self, request: Request) -> Proposal:
+        match self.proposals.get(request.seed):
+            case BranchAdded() as added:
+                return self._proposal(added)
+            case Refusal() as refusal:
+                raise ProposalError(refusal.detail, refusal.problem)
+            case _:
+                raise ProposalError(f"{self.name} was not asked here when the journal was written", "replay")
+
+    def repair(self, request: Request, proposal: Proposal, failed: Failed) -> Proposal | None:
+        match self.repairs.get(request.seed):
+            case BranchAdded() as added:
+                return self._proposal(added)
+            case Refusal(problem=problem, detail=detail) if problem != "no_repair":
+                raise ProposalError(detail, problem)
+            case _:
+                return None
+
+    def _proposal(self, added: BranchAdded) -> Proposal:
+        return Proposal(
+            source=added.source,
+            parent=added.parent or "",
+            origin=added.origin,
+            note=added.note,
+            other_parent=added.other_parent,
+            start=self.space.decode(added.start) if added.start is not None else None,
+            cost_usd=added.cost_usd,
+            reference=added.reference,
+            extra=added.extra,
+        )
+
+
+def mutators_of(records: Sequence[Record], space: Space, seed: int) -> dict[str, ReplayMutator]:
+    """The mutators of a journal by operator name."""
+    found: dict[str, ReplayMutator] = {}
+    for record in records:
+        if isinstance(record, BranchAdded | Refusal) and record.operator:
+            mutator = found.setdefault(record.operator, ReplayMutator(record.operator, space))
+            place = mutator.proposals if record.repairs is None else mutator.repairs
+            place[randomness(seed, "mutation", record.step, record.operator)] = record
+    return found
+
+
+def replay(directory: Path) -> tuple[Record, ...]:
+    """Run a recorded study again from its journal alone and return the records of the second run.
+
+    Raises StudyError when the loop asks for a candidate that the journal has no result for: something that
+    decides has changed since.
+    """
+    records = read(directory).records
+    history = fold(records)
+    setup = from_header(history.begun.config, history.begun.base, directory)
+    seed = setup.config.study.seed
+    mutators: dict[str, Any] = mutators_of(records, setup.space, seed)
+    for name in setup.config.mutation.operators:
+        mutators.setdefault(name, ReplayMutator(name, setup.space))
+    return run_in_memory(setup, ReplayEvaluator.of(records, setup.space), mutators)
+
+
+def run_in_memory(setup: Setup, evaluator: Any, mutators: Mapping[str, Any]) -> tuple[Record, ...]:
+    """The loop without a study directory or notes: for replays and for comparing samplers. The records."""
+    quiet()
+    with tempfile.TemporaryDirectory(prefix="evotune-replay-") as folder:
+        directory = Path(folder)
+        book = TrialBook.create(InMemoryStorage(), "replay", setup.space, setup.columns, directory)
+        opened = Opened(setup, Lock(directory), Journal(directory), [], book)
+        for record in first_records(setup):
+            opened.append(record)
+        StudyRun(opened, evaluator, mutators, furnishing=_nothing).run()
+        opened.close()
+    return tuple(opened.records)
+
+
+def _nothing(setup: Setup, history: Any, asked: Asked, judged: Judged) -> tuple[str, Mapping[str, str]]:
+    return "", {}
+
+
+def _key(space: Space, candidate: Candidate) -> Key:
+    return candidate.branch.digest, json.dumps(space.encode(candidate.knobs), sort_keys=True)
