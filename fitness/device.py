@@ -1,0 +1,54 @@
+"""Whether a target's device is on this machine: what `run` asks before it plans to measure."""
+
+import ctypes
+from pathlib import Path
+
+_CUDA_SUCCESS = 0
+
+
+def absent(target: str) -> str | None:
+    """One line on why kernels for a target cannot run here, or None when they can.
+
+    Asks the driver, in this process, without making a context: a GPU that is busy still counts as present.
+    "sm_90a" needs compute capability 9.0 exactly: code for an arch-specific target runs nowhere else.
+    """
+    if target == "host":
+        return None
+    if not target.startswith("sm_"):
+        return f"no device for target {target} is known"
+    wanted = _capability(target)
+    if not Path("/dev/nvidiactl").exists():
+        return f"this machine has no NVIDIA GPU, and {target} needs one of compute capability {wanted}"
+    found = _capabilities()
+    if isinstance(found, str):
+        return f"the NVIDIA driver does not answer: {found}"
+    if wanted not in found:
+        names = ", ".join(found) or "none"
+        return f"{target} needs a GPU of compute capability {wanted}; visible here: {names}"
+    return None
+
+
+def _capability(target: str) -> str:
+    """ "9.0" for "sm_90a", "10.0" for "sm_100a"."""
+    digits = "".join(c for c in target if c.isdigit())
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def _capabilities() -> list[str] | str:
+    """Of the GPUs that CUDA_VISIBLE_DEVICES shows, or what went wrong."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+    status = driver.cuInit(0)
+    if status != _CUDA_SUCCESS:
+        return f"cuInit says {status}{' (no device is visible)' if status == 100 else ''}"
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    found = []
+    for device in range(count.value):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        found.append(f"{major.value}.{minor.value}")
+    return found
