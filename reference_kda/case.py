@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-
 from evotune.reference_kda.chunked import PAIRWISE, chunked
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.problem import LOWER_BOUND, Result, activate
@@ -157,8 +156,15 @@ def _difference(answer: Array, truth: Array) -> Real:
 
 
 def solve(workload: Workload, seed: int) -> KdaCase:
-    """Draw inputs, compute truth (the float64 recurrence, checked by the float64 chunk form) and bound."""
-    inputs = draw_inputs(workload, seed)
+    """Draw inputs and solve them. Deterministic in (workload, seed)."""
+    return case_of(workload, draw_inputs(workload, seed), seed)
+
+
+def case_of(workload: Workload, inputs: Mapping[str, Array | None], seed: int) -> KdaCase:
+    """Truth (the float64 recurrence, checked by the float64 chunk form) and bound of given inputs.
+
+    `seed` is for the bound's perturbed member alone. Raises ArithmeticError when the two oracles disagree.
+    """
     problem = activate(inputs, workload.contract, workload.scale, np.float64)
     truth = recurrence(problem)
     _check_agreement(truth, chunked(problem, PAIRWISE), workload.name)
@@ -170,4 +176,6 @@ def _check_agreement(a: Result, b: Result, name: str) -> None:
     for x, y in ((a.o, b.o), (a.final_state, b.final_state)):
         apart, size = np.abs(x - y).max(initial=0), np.abs(x).max(initial=0)
         if not apart <= AGREEMENT * max(size, 1e-30):
-            raise ArithmeticError(f"{name}: the recurrence and the chunk form differ by {apart:g} of {size:g}")
+            raise ArithmeticError(
+                f"{name}: the recurrence and the chunk form differ by {apart:g} of {size:g}"
+            )

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-
 from evotune.reference_kda.namespace import Array, Namespace, to_bfloat16, to_tfloat32
 from evotune.reference_kda.packing import Packing
 from evotune.reference_kda.problem import Problem, Result
@@ -97,7 +96,10 @@ def chunked_with_intermediates(
     to_start, to_end, whole = exp(G), exp(G[:, :, -1:] - G), exp(G[:, :, -1])[..., None]
     q_in, k_in, k_out = q * to_start, k * to_start, (k * to_end).swapaxes(-1, -2)
     S = packing.sort(problem.initial(xp), xp)  # [N, HV, K, V]
-    o, u = xp.zeros(v.shape, dtype=v.dtype, device=v.device), xp.zeros(v.shape, dtype=v.dtype, device=v.device)
+    o, u = (
+        xp.zeros(v.shape, dtype=v.dtype, device=v.device),
+        xp.zeros(v.shape, dtype=v.dtype, device=v.device),
+    )
     states = xp.zeros((k.shape[0], *S.shape[1:]), dtype=v.dtype, device=v.device)
     for step in packing.steps:
         n = step.stop - step.start

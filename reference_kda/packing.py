@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from evotune.reference_kda.namespace import Array, Namespace
 
 

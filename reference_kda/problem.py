@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-
 from evotune.reference_kda.namespace import Array, Namespace
 
 LOWER_BOUND = -5.0
@@ -82,7 +81,9 @@ def activate(
     computes, in `dtype`: q, k ← x · rsqrt(Σ x² + 1e-6); g ← LOWER_BOUND · sigmoid(exp(A_log) (g + dt_bias));
     beta ← sigmoid(beta).
     """
-    arrays = {name: None if x is None else _cast(x, dtype, xp) for name, x in inputs.items() if name != "cu_seqlens"}
+    arrays = {
+        name: None if x is None else _cast(x, dtype, xp) for name, x in inputs.items() if name != "cu_seqlens"
+    }
     if contract == "production":
         for name in ("q", "k"):
             x = arrays[name]

@@ -1,17 +1,16 @@
 """Exact symmetries of KDA: from one solved problem many, with truths and bounds that follow without rounding.
 
- - K channels of a q/k head permuted, and their signs flipped, together in q, k, the state (and g, dt_bias, by
-   permutation alone): o is unchanged, the final state follows.
- - V channels of a value head permuted, signs flipped, v and the state scaled by one power of two: o and the final
-   state follow. Whole blocks of 16 rows are permuted, and rows within a block, so bounds follow too.
- - q/k heads permuted with their groups of value heads, value heads permuted within a group.
+- K channels of a q/k head permuted, and their signs flipped, together in q, k, the state (and g, dt_bias, by
+  permutation alone): o is unchanged, the final state follows.
+- V channels of a value head permuted, signs flipped, v and the state scaled by one power of two: o and the final
+  state follow. Whole blocks of 16 rows are permuted, and rows within a block, so bounds follow too.
+- q/k heads permuted with their groups of value heads, value heads permuted within a group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.tolerance import ROWS, Extent
 
@@ -39,16 +38,29 @@ class Symmetry:
     v_factor: Factor
 
     @classmethod
-    def draw(cls, H: int, HV: int, K: int, V: int, rng: np.random.Generator) -> "Symmetry":
-        group = HV // H
-        head = rng.permutation(H)
-        within = np.stack([rng.permutation(group) for _ in range(H)]) if H else np.zeros((0, group), np.int64)
-        v_block = _block_permutation(V, rng)
-        v_channel = np.concatenate([rng.permutation(np.arange(b * ROWS, min(V, (b + 1) * ROWS))) for b in v_block])
-        exponent = rng.integers(-1, 2, (HV, 1))
+    def of_heads(cls, H: int, HV: int, K: int, V: int, rng: np.random.Generator) -> "Symmetry":
+        """Heads and nothing else."""
+        head, group = rng.permutation(H), HV // H
+        within = np.stack([rng.permutation(group) for _ in range(H)])
         return cls(
             head=head,
             value_head=(head[:, None] * group + within).reshape(-1),
+            k_channel=np.arange(K),
+            k_sign=np.ones((H, K), np.float32),
+            v_block=np.arange(-(-V // ROWS)),
+            v_channel=np.arange(V),
+            v_factor=np.ones((HV, V), np.float32),
+        )
+
+    @classmethod
+    def draw(cls, H: int, HV: int, K: int, V: int, rng: np.random.Generator) -> "Symmetry":
+        v_block = _block_permutation(V, rng)
+        v_channel = np.concatenate(
+            [rng.permutation(np.arange(b * ROWS, min(V, (b + 1) * ROWS))) for b in v_block]
+        )
+        exponent = rng.integers(-1, 2, (HV, 1))
+        return replace(
+            cls.of_heads(H, HV, K, V, rng),
             k_channel=rng.permutation(K),
             k_sign=_signs((H, K), rng),
             v_block=v_block,

@@ -47,7 +47,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-
 from evotune.reference_kda.chunked import Form, chunked
 from evotune.reference_kda.namespace import Array, to_bfloat16
 from evotune.reference_kda.problem import Problem, Result, activate
@@ -144,7 +143,9 @@ def derive(
     assert cu is not None
     places = Places.of(tuple(int(c) for c in cu))
     members = [
-        extent(_stored(r.o, dtype) - truth.o, np.asarray(r.final_state, np.float64) - truth.final_state, places)
+        extent(
+            _stored(r.o, dtype) - truth.o, np.asarray(r.final_state, np.float64) - truth.final_state, places
+        )
         for r in honest_results(inputs, contract, dtype, scale, seed)
     ]
     sizes = extent(truth.o, truth.final_state, places)

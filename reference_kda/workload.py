@@ -7,10 +7,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-
-from evotune.errors import StudyError
 from evotune.reference_kda.namespace import DTYPES, Array
 from evotune.reference_kda.regimes import REGIMES, Extents, deactivate, draw
+
+from evotune.errors import StudyError
 
 CONTRACTS = ("plain", "production")
 HEAD_DIMS = (64, 96, 128)
@@ -91,7 +91,9 @@ def draw_inputs(workload: Workload, seed: int) -> dict[str, Array | None]:
         array[sum(w.lengths) :] = np.nan
     shape = (len(w.lengths), w.value_heads, w.V, w.K)
     size = np.abs(values.v).mean() if w.tokens and np.any(values.v) else 1.0
-    inputs["initial_state"] = (rng.standard_normal(shape) * size / 4).astype(np.float32) if w.initial_state else None
+    inputs["initial_state"] = (
+        (rng.standard_normal(shape) * size / 4).astype(np.float32) if w.initial_state else None
+    )
     inputs["cu_seqlens"] = np.asarray(w.cu_seqlens, np.int64)
     return inputs
 

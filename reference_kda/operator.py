@@ -1,0 +1,134 @@
+"""KDA as evotune's machinery knows an operator: signature, gate, laws, cases, yardsticks."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from evotune.reference_kda.case import KdaCase, case_of, solve
+from evotune.reference_kda.chunked import Form, chunked
+from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases
+from evotune.reference_kda.laws import KdaLaw, laws_of
+from evotune.reference_kda.namespace import DTYPES
+from evotune.reference_kda.problem import activate
+from evotune.reference_kda.workload import Workload, draw_inputs, parse_workload
+
+Level = Literal["screen", "full"]
+Role = Literal["input", "output", "workspace", "size", "scalar"]
+
+
+class Spec(Protocol):
+    """The facts an object is compiled for: io dtype, and constants K, V, contract by name."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    def __getitem__(self, name: str) -> int | float | str: ...
+
+
+@dataclass(frozen=True)
+class KdaParameter:
+    """One argument of the entry; see `evotune.fitness.operator.Parameter`."""
+
+    name: str
+    role: Role
+    ctype: str
+
+
+class KdaOperator:
+    """Kimi Delta Attention, forward. Stateless but for the law's solved cases, kept per specialization."""
+
+    name = "kda"
+    entry = "kda_forward"
+
+    def signature(self, spec: Spec) -> tuple[KdaParameter, ...]:
+        """Arguments in call order; gates and beta are raw, in the io dtype, under the production contract."""
+        io = spec.dtype
+        gate = io if spec["contract"] == "production" else "float32"
+        pointers: tuple[tuple[str, Role, str], ...] = (
+            ("q", "input", io),
+            ("k", "input", io),
+            ("v", "input", io),
+            ("g", "input", gate),
+            ("beta", "input", gate),
+            ("A_log", "input", "float32"),
+            ("dt_bias", "input", "float32"),
+            ("initial_state", "input", "float32"),
+            ("cu_seqlens", "input", "int64"),
+            ("o", "output", io),
+            ("final_state", "output", "float32"),
+            ("workspace", "workspace", "uint8"),
+        )
+        sizes = tuple(KdaParameter(name, "size", "int64") for name in ("N", "T", "H", "HV"))
+        scalars = tuple(KdaParameter(name, "scalar", "float32") for name in ("scale", "lower_bound"))
+        return (*(KdaParameter(*pointer) for pointer in pointers), *sizes, *scalars)
+
+    def workload(self, table: Mapping[str, Any]) -> Workload:
+        """From a `[[workload]]` table of study.toml. Raises StudyError that names the key and the mend."""
+        return parse_workload(table)
+
+    def gate_cases(self, spec: Spec, level: Level) -> Iterator[KdaGateCase]:
+        return gate_cases(_base(spec), level)
+
+    def laws(self, spec: Spec, level: Level) -> tuple[KdaLaw, ...]:
+        return _laws(_base(spec), level)
+
+    def solve(self, workload: Workload, seed: int) -> KdaCase:
+        return solve(workload, seed)
+
+    def empty(self, spec: Spec) -> KdaCase:
+        """No sequence, no token."""
+        workload = _base(spec)
+        return case_of(workload, draw_inputs(workload, 0), 0)
+
+    def work(self, workload: Workload) -> tuple[float, str]:
+        return float(sum(workload.lengths) * workload.value_heads), "token-heads"
+
+    def naive_time_us(self, case: KdaCase) -> float:
+        """Median of three runs of the float32 numpy chunk form (64 tokens, sub-blocks of 16), activation included."""
+        w, times = case.workload, []
+        for _ in range(3):
+            start = time.perf_counter()
+            chunked(activate(case.inputs, w.contract, w.scale, np.float32), Form(chunk=64, block=16))
+            times.append(time.perf_counter() - start)
+        return sorted(times)[1] * 1e6
+
+    def floor_us(self, workload: Workload, bytes_per_us: float) -> float:
+        """Every argument read once and every output written once."""
+        w = workload
+        io = DTYPES[w.dtype].itemsize
+        gate = io if w.contract == "production" else 4
+        tokens = sum(w.lengths)
+        rows = tokens * (2 * w.heads * w.K * io + w.value_heads * (2 * w.V * io + (w.K + 1) * gate))
+        state = len(w.lengths) * w.value_heads * w.V * w.K * 4
+        return (rows + state * (w.initial_state + w.final_state)) / bytes_per_us
+
+
+@cache
+def _laws(base: Workload, level: Level) -> tuple[KdaLaw, ...]:
+    return laws_of(base, level)
+
+
+def _base(spec: Spec) -> Workload:
+    """An empty workload with the specialization's facts."""
+    K, V = spec["K"], spec["V"]
+    if not isinstance(K, int) or not isinstance(V, int):
+        raise TypeError(f"K = {K!r} and V = {V!r} of {spec.label} must be integers")
+    return Workload(
+        name=spec.label,
+        group="gate",
+        lengths=(),
+        K=K,
+        V=V,
+        dtype=spec.dtype,
+        contract=str(spec["contract"]),
+        regime="mixed",
+        initial_state=True,
+        final_state=True,
+    )
+
+
+KDA = KdaOperator()
