@@ -1,0 +1,163 @@
+"""Writes an exported directory, whole or not at all.
+
+pareto/__init__.py, kda.py      the drop-in, importable without evotune
+pareto/manifest.json            index, see `manifest`
+pareto/pareto.csv, pareto.html
+pareto/kernels/<id>/            manifest.json, source, object and library per specialization
+"""
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from evotune.errors import StudyError
+from evotune.manifest import KERNELS, MANIFEST, Folder, Index, KernelManifest, read_index, to_json
+from evotune.report_html import page
+
+_DROPINS = {"kda": ("dropin_kda.py", "kda.py", "kda_forward")}
+_COLUMNS = (
+    *("kernel", "candidate", "status", "reason", "branch", "origin", "front", "workload", "group", "time_us"),
+    *("speedup", "speedup_low", "speedup_high", "naive_ratio", "naive_low", "naive_high"),
+    *("worst_error", "host_call_us", "knobs"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A kernel that held: its manifest and the bytes of every file the manifest names."""
+
+    manifest: KernelManifest
+    contents: Mapping[str, bytes]
+
+
+def write(out: Path, index: Index, kernels: Sequence[Exported], *, force: bool = False) -> None:
+    """Make `out`. Raises StudyError when it exists (unless `force` and it is an earlier export), or when the
+    disk refuses; then nothing is left behind."""
+    refuse_existing(out, force)
+    contents = dict(_contents(index, kernels))
+    with _becoming(out) as folder:
+        for name, data in contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def refuse_existing(out: Path, force: bool) -> None:
+    """Raises StudyError where `write` would; call it before the costly part."""
+    if not out.parent.is_dir():
+        raise StudyError(f"{out.parent}: no such directory")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise StudyError(f"{out}: exists and is not a directory")
+    if not out.exists():
+        return
+    if not force:
+        raise StudyError(f"{out}: exists; give another --out, or --force to replace an earlier export")
+    try:
+        with Folder.open(out) as folder:
+            read_index(folder)
+    except StudyError:
+        raise StudyError(f"{out}: is not an export of evotune; --force replaces nothing else") from None
+
+
+@contextmanager
+def _becoming(out: Path) -> Iterator[Path]:
+    """A hidden directory beside `out` that takes its place when the body ends well, else is removed."""
+    draft = out.parent / f".{out.name}.partial-{os.getpid()}"
+    retired = out.parent / f".{out.name}.replaced-{os.getpid()}"
+    try:
+        draft.mkdir()
+        yield draft
+        if out.exists():
+            out.rename(retired)
+        try:
+            draft.rename(out)
+        except BaseException:
+            if retired.exists():
+                retired.rename(out)
+            raise
+    except OSError as error:
+        raise StudyError(f"{out}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(retired, ignore_errors=True)
+
+
+def _contents(index: Index, kernels: Sequence[Exported]) -> Iterator[tuple[str, bytes]]:
+    """Relative path and bytes of every file."""
+    for kernel in kernels:
+        folder = f"{KERNELS}/{kernel.manifest.id}"
+        yield f"{folder}/{MANIFEST}", to_json(kernel.manifest)
+        for entry in kernel.manifest.files():
+            yield f"{folder}/{entry.name}", kernel.contents[entry.name]
+    manifests = [kernel.manifest for kernel in kernels]
+    sources = [k.contents[k.manifest.source.name].decode() for k in kernels]
+    yield MANIFEST, to_json(index)
+    yield "pareto.csv", _csv(index, manifests).encode()
+    yield "pareto.html", page(index, manifests, sources).encode()
+    if index.operator in _DROPINS and kernels:
+        template, module, name = _DROPINS[index.operator]
+        yield module, files("evotune").joinpath(template).read_bytes()
+        yield "__init__.py", _package(module.removesuffix(".py"), name).encode()
+
+
+def _package(module: str, name: str) -> str:
+    return (
+        f'"""Verified kernels exported by evotune; `{module}.py` says how to call them."""\n\n'
+        f'from .{module} import available, {name}\n\n__all__ = ["available", "{name}"]\n'
+    )
+
+
+def _csv(index: Index, kernels: Iterable[KernelManifest]) -> str:
+    text = io.StringIO()
+    table = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    table.writeheader()
+    for kernel in kernels:
+        table.writerows({name: _cell(value) for name, value in row.items()} for row in _rows(kernel))
+    for left in index.left_out:
+        row = {"kernel": left.id, "candidate": left.number, "status": "left out", "reason": left.reason}
+        table.writerow({name: _cell(value) for name, value in row.items()})
+    return text.getvalue()
+
+
+def _rows(kernel: KernelManifest) -> Iterator[dict[str, object]]:
+    common = {
+        "kernel": kernel.id,
+        "candidate": kernel.number,
+        "status": "exported",
+        "branch": kernel.branch,
+        "origin": kernel.origin,
+        "front": kernel.front,
+        "worst_error": kernel.evidence.worst_error,
+        "host_call_us": kernel.evidence.host_call_us,
+        "knobs": json.dumps(kernel.knobs),
+    }
+    for timing in kernel.evidence.timings:
+        speedup, naive = timing.speedup, timing.naive_ratio
+        yield {
+            **common,
+            "workload": timing.workload,
+            "group": timing.group,
+            "time_us": timing.time_us,
+            "speedup": speedup.median,
+            "speedup_low": speedup.low,
+            "speedup_high": speedup.high,
+            "naive_ratio": naive.median,
+            "naive_low": naive.low,
+            "naive_high": naive.high,
+        }
+
+
+def _cell(value: object) -> object:
+    """Text that a spreadsheet would run as a formula is given a quote in front."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
