@@ -1,11 +1,10 @@
 """Host timing: candidate and baseline interleaved in one block, on inputs that neither has seen.
 
 Per workload, `TimingPlan.samples` problems are drawn after the candidate was built and laid out in both
-arenas, each in its own buffers. Then, with builds paused: pages are mapped, each kernel is called once to
-warm up on one more problem, and the pairs of timed calls run, half of them candidate first, in random
-order. The number of calls is fixed beforehand: nothing a kernel does can stop the block early but a fault.
-Afterwards every call's buffers are looked at, and the outputs of some, chosen then, are compared with the
-truth: to move a median a cheat must cheat in half of the calls, and 3 of 8 miss that once in 14 workloads.
+arenas, each in its own buffers. Then, with builds paused, each kernel is called twice to warm up on one more
+problem, and the pairs of timed calls run, half of them candidate first, in random order. The number of calls
+is fixed beforehand: nothing a kernel does can stop the block early but a fault. Afterwards the outputs of
+every call are compared with the truth and its buffers looked at: what was timed is what was right.
 
 A runner's clock is its own. The parent waits for every answer and so bounds each time from above
 (`Runner.call`); from below it compares what it waited beyond the reported time with the same for the
@@ -36,7 +35,6 @@ class TimingPlan:
 
     Attributes:
         samples: timed calls of each kernel per workload.
-        checked: of those, how many have their outputs compared with the truth, chosen after the calls.
         slowest: a timed call that takes this many times the baseline's is given up as TIMEOUT.
         shortest_timeout_s: but no call is given up before this.
         empty_calls: calls on an empty problem for the host cost of one.
@@ -46,7 +44,6 @@ class TimingPlan:
     """
 
     samples: int = 8
-    checked: int = 3
     slowest: float = 20.0
     shortest_timeout_s: float = 0.1
     empty_calls: int = 64
@@ -98,7 +95,7 @@ class _Side:
         self.runner = self.session.runner
 
     def lay_out(self, cases: Sequence[Case], begin: int) -> int:
-        """Place problems one after another from `begin` on, map their pages; the end."""
+        """Place problems one after another from `begin` on and map their pages; where they end."""
         for case in cases:
             self.placements.append(self.session.place(self.index, case, begin=begin))
             begin = self.placements[-1].end
@@ -161,20 +158,18 @@ class _Block:
         )
         return self.mine.surplus_us - allowed
 
-    def judge(self, checked: Sequence[int]) -> tuple[float, Failed | None]:
-        """Look at all buffers, compare some outputs: (largest error over bound, failure)."""
+    def judge(self) -> tuple[float, Failed | None]:
+        """Look at all buffers and all outputs: (largest error over bound, failure)."""
         worst, name = 0.0, self.target.workload.name
-        for number, placement in enumerate(self.mine.placements):
-            look = self.mine.runner.arena
-            breach = look.breach(placement, self.cases[number])
+        arena = self.mine.runner.arena
+        for case, placement in zip(self.cases, self.mine.placements, strict=True):
+            found = case.worst(arena.outputs(placement))
+            if not found.ratio <= 1:
+                return worst, Failed(Failure.WRONG, Stage.TIME, found.detail, case=name)
+            breach = arena.breach(placement, case)
             if breach is not None:
                 return worst, Failed(Failure.WRONG, Stage.TIME, breach, case=name)
-            # Poison may rightly stay where no sequence reaches: what is unwritten is compared, not refused.
-            if number in checked or look.unwritten(placement) is not None:
-                found = self.cases[number].worst(look.outputs(placement))
-                if not found.ratio <= 1:
-                    return worst, Failed(Failure.WRONG, Stage.TIME, found.detail, case=name)
-                worst = max(worst, found.ratio)
+            worst = max(worst, found.ratio)
         return worst, None
 
 
@@ -205,7 +200,7 @@ class Timer:
             late = max(blocks, key=lambda block: block.hidden_us(self.plan))
             hidden_us = late.hidden_us(self.plan)
             if hidden_us <= 0:
-                return self._accept(blocks, host_call_us, rng)
+                return self._accept(blocks, host_call_us)
         detail = f"its clock leaves out {hidden_us:.0f} us of a call more than the slack allows"
         return Failed(Failure.FORGED, Stage.TIME, detail, case=late.target.workload.name)
 
@@ -242,14 +237,11 @@ class Timer:
             costs.append(median(call.inside_ns for call in calls) / repeat / 1e3)
         return max(costs)
 
-    def _accept(
-        self, blocks: Sequence[_Block], host_call_us: float, rng: np.random.Generator
-    ) -> Timed | Failed:
+    def _accept(self, blocks: Sequence[_Block], host_call_us: float) -> Timed | Failed:
         """Outputs right and times above the floor, or the failure."""
         worst_error = 0.0
         for block in blocks:
-            checked = rng.choice(self.plan.samples, min(self.plan.checked, self.plan.samples), replace=False)
-            worst, failed = block.judge([int(number) for number in checked])
+            worst, failed = block.judge()
             if failed is not None:
                 return failed
             worst_error = max(worst_error, worst)

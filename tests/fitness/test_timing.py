@@ -15,7 +15,7 @@ from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPl
 from tests.fitness.compiled import WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsOperator, RmsWorkload
 
-PLAN = TimingPlan(samples=6, checked=2)
+PLAN = TimingPlan(samples=6)
 _HEAD = "float *factors = workspace;"
 _TWICE = SOURCE.replace(_HEAD, f"{_HEAD} for (volatile int i = 0; i < 300000; i++) {{}}")
 _LARGE = RmsWorkload(rows=300, D=64, group="large")
