@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from evotune.errors import StudyError
 from evotune.fitness.gate import GateLimits
 from evotune.fitness.timing import TimingPlan
+from evotune.mutators.client import LlmSettings
 from evotune.plugins import SAMPLERS, nearest
 
 # What may differ when a study is resumed: how far it goes and where it lies, never what it measures.
@@ -58,17 +59,6 @@ class SearchTable(_Table):
     warmup: int = Field(default=6, gt=0)
 
 
-class LlmTable(_Table):
-    """[mutation.llm]"""
-
-    model: str
-    api_base: str | None = None
-    max_cost_usd: float = Field(default=1.0, gt=0)
-    input_usd_per_mtok: float | None = Field(default=None, ge=0)
-    output_usd_per_mtok: float | None = Field(default=None, ge=0)
-    timeout_s: float = Field(default=120.0, gt=0)
-
-
 class MutationTable(_Table):
     """[mutation]"""
 
@@ -76,7 +66,7 @@ class MutationTable(_Table):
     every: int = Field(default=30, ge=0)
     stagnation: int = Field(default=40, ge=0)
     max_branches: int = Field(default=8, gt=0)
-    llm: LlmTable | None = None
+    llm: _table_of(LlmSettings) | None = None  # type: ignore[valid-type]
 
 
 class ObjectivesTable(_Table):
@@ -99,6 +89,13 @@ class StudyConfig(_Table):
     @property
     def gate_limits(self) -> GateLimits:
         return GateLimits(**self.gate.model_dump())
+
+    @property
+    def llm_settings(self) -> LlmSettings:
+        """Raises StudyError when there is no [mutation.llm] or its keys do not fit together."""
+        if self.mutation.llm is None:
+            raise StudyError("[mutation] operators has llm, so [mutation.llm] is needed")
+        return LlmSettings(**self.mutation.llm.model_dump())
 
     @property
     def timing_plan(self) -> TimingPlan:
@@ -145,8 +142,11 @@ def parse(tables: Mapping[str, Any], where: str) -> StudyConfig:
         near = nearest(config.search.sampler, SAMPLERS)
         raise StudyError(f"{where}: [search] no sampler named {config.search.sampler}; {near}")
     operators = config.mutation.operators
-    if "llm" in operators and config.mutation.llm is None:
-        raise StudyError(f"{where}: [mutation] operators has llm, so [mutation.llm] with a model is needed")
+    if "llm" in operators or config.mutation.llm is not None:
+        try:
+            _ = config.llm_settings
+        except StudyError as error:
+            raise StudyError(f"{where}: {error}") from error
     if operators and not config.mutation.every and not config.mutation.stagnation:
         raise StudyError(f"{where}: [mutation] every and stagnation are both 0, so no operator is ever asked")
     return config

@@ -15,7 +15,7 @@ TEMPLATES: Mapping[str, str] = {
     "kda_host": "evotune.search_space.templates.kda_host:TEMPLATE",
     "kda_sm90": "evotune.search_space.templates.kda_sm90:TEMPLATE",
 }
-OPERATORS: Mapping[str, str] = {"kda": "evotune.reference_kda.operator:KdaOperator"}
+OPERATORS: Mapping[str, str] = {"kda": "evotune.reference_kda.operator:KDA"}
 # Functions (Setup) -> Mutator.
 MUTATORS: Mapping[str, str] = {
     "rules": "evotune.proposers:rules",

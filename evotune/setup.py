@@ -26,6 +26,7 @@ class Setup:
         directory: where the study lies.
         workloads: in the order of the file; names are unique.
         columns: Optuna's directions in order.
+        unsafe: judge without a sandbox where none can be raised; a matter of the machine, not of the study.
     """
 
     config: StudyConfig
@@ -37,6 +38,7 @@ class Setup:
     objectives: tuple[Objective, ...]
     columns: tuple[Column, ...]
     space: Space
+    unsafe: bool = False
 
     @property
     def specializations(self) -> tuple[Specialization, ...]:

@@ -67,9 +67,13 @@ class Observer(Protocol):
 
 @dataclass
 class Stop:
-    """Set by the first signal: what is in flight is finished, then the loop ends."""
+    """Set by the first signal: what is in flight is finished, then the loop ends. `signal` is its number."""
 
-    requested: bool = False
+    signal: int = 0
+
+    @property
+    def requested(self) -> bool:
+        return self.signal != 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from evotune.errors import StudyError
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 SPEC = Specialization("toy", "float32", ())
-SPACES = Path("/work/shared/data/tuner_spaces")
+SPACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "tuner_spaces"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def measured(path: Path) -> dict[Cell, float | None]:
     }
 
 
-@pytest.mark.skipif(not SPACES.is_dir(), reason="the measured spaces are not on this machine")
+@pytest.mark.skipif(not SPACES.is_dir(), reason="the measured spaces are not at hand")
 @pytest.mark.parametrize("name", ["old_convolution__RTX_3090", "dedispersion_milo__MI250X"])
 def test_on_measured_kernels_the_pool_beats_random_at_60(name: str) -> None:
     table = measured(SPACES / f"{name}.json.gz")

@@ -1,0 +1,5 @@
+"""python -m evotune"""
+
+from evotune.cli import main
+
+main()

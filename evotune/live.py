@@ -1,0 +1,87 @@
+"""What a run says while it runs: one line that renews itself in a terminal, now and then a line elsewhere."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.status import Status
+
+from evotune.history import Entry, History
+from evotune.report import progress
+from evotune.study import End, StudyRun
+
+_PLAIN_EVERY_S = 10.0
+
+
+class LiveLine:
+    """An observer of a run: best, candidates per minute, failures by class, time left. Writes to stderr.
+
+    A closed stderr silences it; the study goes on.
+    """
+
+    def __init__(self, trials: int, time_limit_s: float | None) -> None:
+        self._trials = trials
+        self._time_limit_s = time_limit_s
+        self._console = Console(file=sys.stderr)
+        self._status: Status | None = None
+        self._begun = time.monotonic()
+        self._count = 0
+        self._told = (0.0, "")
+        self._silent = False
+
+    def __enter__(self) -> "LiveLine":
+        if self._console.is_terminal:
+            self._status = self._console.status("preparing the default kernel")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """One line of its own."""
+        if self._silent:
+            return
+        try:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except BrokenPipeError:
+            self._silent = True
+
+    def judged(self, history: History, entry: Entry) -> None:
+        """See `study.Observer`."""
+        self._count += 1
+        line = self._line(history)
+        if self._status is not None:
+            self._status.update(line)
+            return
+        best, now = progress(history), time.monotonic()
+        if best != self._told[1] or now - self._told[0] >= _PLAIN_EVERY_S:
+            self._told = (now, best)
+            self.say(line)
+
+    def finished(self, run: StudyRun, end: End) -> None:
+        """See `study.Observer`."""
+
+    def _line(self, history: History) -> str:
+        done = len(history.judged)
+        rate = self._count / max(time.monotonic() - self._begun, 1e-3)
+        failures = ", ".join(f"{name} {count}" for name, count in history.failures().most_common())
+        left = (self._trials - done) / rate
+        if self._time_limit_s is not None:
+            left = min(left, self._time_limit_s - history.elapsed_s)
+        living = len(history.living())
+        parts = [
+            f"{done}/{self._trials}",
+            f"best {progress(history)}",
+            f"{living} {'branch' if living == 1 else 'branches'}",
+            f"{rate * 60:.0f}/min",
+            f"failed {failures}" if failures else "none failed",
+            f"{_clock(left)} left",
+        ]
+        return " · ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    return f"{minutes}:{rest:02}"

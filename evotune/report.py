@@ -1,0 +1,205 @@
+"""What `status` and `show` tell, as JSON and as tables for a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from evotune.errors import StudyError
+from evotune.history import Entry, History, primary
+from evotune.notes import diff, headline
+from evotune.pareto import best_per_column, front
+from evotune.records import to_json, verdict
+
+
+def status(history: History) -> dict[str, Any]:
+    """State of a study: branches, best per objective, front, failure classes, spend. JSON-ready."""
+    judged = history.judged
+    study = history.begun.config["study"]
+    best = best_per_column(history.columns, judged)
+    return {
+        "name": study["name"],
+        "trials": {"asked": len(history.entries), "judged": len(judged), "wanted": study["trials"]},
+        "elapsed_s": round(history.elapsed_s, 1),
+        "cost_usd": history.cost_usd,
+        "passed": sum(entry.passed is not None for entry in judged),
+        "failures": dict(history.failures().most_common()),
+        "refusals": [
+            {"operator": refusal.operator, "problem": refusal.problem, "detail": refusal.detail}
+            for refusal in history.refusals
+        ],
+        "best": {
+            column.name: {**candidate(history, best[column.name]), "unit": column.unit}
+            for column in history.columns
+            if column.name in best
+        },
+        "front": [candidate(history, entry) for entry in front(history.columns, judged)],
+        "branches": [_branch(history, branch.id) for branch in history.branches],
+    }
+
+
+def candidate(history: History, entry: Entry) -> dict[str, Any]:
+    """A passed candidate in short."""
+    values = {value.name: value.value for value in entry.passed.values} if entry.passed else {}
+    asked = entry.asked
+    return {"candidate": asked.index, "branch": asked.branch, "knobs": dict(asked.knobs), "values": values}
+
+
+def _branch(history: History, branch: str) -> dict[str, Any]:
+    added, mine = history.added(branch), history.of(branch)
+    best = best_per_column(history.columns, mine)
+    columns = {column.name: column for column in history.columns}
+    return {
+        "id": branch,
+        "parent": added.parent,
+        "origin": added.origin,
+        "note": added.note,
+        "lives": history.lives(branch),
+        "candidates": len(mine),
+        "passed": sum(entry.passed is not None for entry in mine),
+        "best": {name: candidate(history, best[name])["values"][name] for name in columns if name in best},
+    }
+
+
+def find(history: History, number: int) -> Entry:
+    """A candidate by its number. Raises StudyError."""
+    if not 0 <= number < len(history.entries):
+        count = len(history.entries)
+        known = f"candidates 0 to {count - 1} are there" if count else "no candidate was asked for yet"
+        raise StudyError(f"no candidate {number}; {known}")
+    return history.entries[number]
+
+
+def show(history: History, entry: Entry) -> dict[str, Any]:
+    """All that is known of a candidate. JSON-ready."""
+    asked = entry.asked
+    added = history.added(asked.branch)
+    result = to_json(entry.judged) if entry.judged else None
+    return {
+        "candidate": asked.index,
+        "trial": asked.trial,
+        "step": asked.step,
+        "purpose": asked.purpose,
+        "branch": {name: getattr(added, name) for name in ("id", "parent", "origin", "note")},
+        "knobs": dict(asked.knobs),
+        "verdict": verdict(entry.judged.outcome) if entry.judged else "in flight",
+        "result": result,
+        "diff": diff(history, asked.branch),
+        "source": added.source,
+    }
+
+
+def status_view(state: Mapping[str, Any]) -> RenderableType:
+    """`status` for people."""
+    trials = state["trials"]
+    failed = ", ".join(f"{name} {count}" for name, count in state["failures"].items()) or "none"
+    head = Text(
+        f"{state['name']}: {trials['judged']} of {trials['wanted']} candidates judged in "
+        f"{state['elapsed_s']:.0f} s, {state['passed']} passed; failed: {failed}; "
+        f"spent ${state['cost_usd']:.2f}"
+    )
+    parts: list[RenderableType] = [head, _best_table(state["best"]), _branches_table(state["branches"])]
+    if state["front"]:
+        parts.append(_front_table(state["front"]))
+    else:
+        parts.append(Text("The front is empty: no candidate has passed."))
+    parts += [Text(f"{r['operator']}: {r['problem']}: {r['detail']}") for r in state["refusals"][-3:]]
+    return Group(*parts)
+
+
+def show_view(told: Mapping[str, Any], history: History, entry: Entry) -> RenderableType:
+    """`show` for people."""
+    branch = told["branch"]
+    lines = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("candidate", f"{told['candidate']} (trial {told['trial']}, step {told['step']}, {told['purpose']})"),
+        (
+            "branch",
+            f"{branch['id']}, parent {branch['parent'] or 'none'}, {branch['origin']}: {branch['note']}",
+        ),
+        ("knobs", ", ".join(f"{knob}={setting}" for knob, setting in told["knobs"].items())),
+        ("verdict", headline(entry.judged.outcome) if entry.judged else "in flight"),
+    ):
+        lines.add_row(Text(name, style="bold"), Text(value))
+    parts: list[RenderableType] = [lines]
+    if entry.passed:
+        parts.append(_times_table(entry))
+    if entry.failed and entry.failed.log:
+        parts.append(Panel(Text(entry.failed.log), title="log"))
+    if told["diff"]:
+        parts.append(Syntax(told["diff"], "diff", theme="ansi_dark", word_wrap=True))
+    return Group(*parts)
+
+
+def _best_table(best: Mapping[str, Any]) -> Table:
+    table = Table(
+        "objective", "best", "unit", "candidate", "branch", title="Best per objective", title_justify="left"
+    )
+    for name, found in best.items():
+        row = (name, f"{found['values'][name]:.4g}", found["unit"], str(found["candidate"]), found["branch"])
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _branches_table(branches: list[Mapping[str, Any]]) -> Table:
+    table = Table(
+        "branch",
+        "parent",
+        "origin",
+        "state",
+        "passed",
+        "best",
+        "note",
+        title="Branches",
+        title_justify="left",
+    )
+    for b in branches:
+        speeds = ", ".join(
+            f"{name.partition(':')[2]} {value:.3g}×" for name, value in b["best"].items() if ":" in name
+        )
+        state = "lives" if b["lives"] else "dead" if b["candidates"] else "waits"
+        row = (
+            b["id"],
+            b["parent"] or "",
+            b["origin"],
+            state,
+            f"{b['passed']}/{b['candidates']}",
+            speeds,
+            b["note"],
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _front_table(members: list[Mapping[str, Any]]) -> Table:
+    names = list(members[0]["values"])
+    table = Table("candidate", "branch", *names, title=f"Front ({len(members)})", title_justify="left")
+    ordered = sorted(members, key=lambda member: -member["values"][names[0]])
+    for member in ordered:
+        row = (str(member["candidate"]), member["branch"], *(f"{member['values'][n]:.4g}" for n in names))
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _times_table(entry: Entry) -> Table:
+    table = Table("workload", "group", "median µs", "default µs", "speedup")
+    for m in entry.passed.measurements if entry.passed else ():
+        row = (m.workload, m.group, f"{m.time_us:.1f}", f"{m.baseline_time_us:.1f}", f"{m.speedup:.3f}×")
+        table.add_row(*map(Text, row))
+    return table
+
+
+def progress(history: History) -> str:
+    """The best so far in one phrase: "long 3.1×, short 2.4×"."""
+    best = best_per_column(history.columns, history.judged)
+    parts = []
+    for i in primary(history.columns):
+        name = history.columns[i].name
+        if name in best:
+            value = candidate(history, best[name])["values"][name]
+            parts.append(f"{name.partition(':')[2] or name} {value:.3g}×")
+    return ", ".join(parts) or "nothing passed yet"
