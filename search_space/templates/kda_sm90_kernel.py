@@ -176,7 +176,8 @@ class KdaForward:
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), m.element_type, num_bits_per_copy=128
         )
-        for i in cutlass.range_constexpr((total + self.plan.threads - 1) // self.plan.threads):
+        # Unrolled in full, 100 copies of 64-bit addressing drove registers to 255 (1 warp, 32 tokens).
+        for i in cutlass.range((total + self.plan.threads - 1) // self.plan.threads, unroll=4):
             e = i * self.plan.threads + tx
             if e < total:
                 row, x = e // per_row, e % per_row * lanes

@@ -14,7 +14,7 @@ SHARED_LIMIT_BYTES = (
 REGISTER_LIMIT = 255  # per thread, the encoding's limit
 REGISTER_FILE = 64 * 1024  # 32-bit registers of one multiprocessor
 ADDRESSING_REGISTERS = 40  # pointers, loop counters, pipeline slots: 36 to 44 seen in builds of the default
-UNROLLED_LIMIT = 256  # state elements a thread may walk per token: 4 instructions each, 2 s of compile time
+UNROLLED_LIMIT = 128  # state elements a thread may walk per token, unrolled: 256 took 2 to 5 s to build
 ALIGNMENT_BYTES = 128  # of every shared-memory array
 
 

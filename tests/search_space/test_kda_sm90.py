@@ -59,7 +59,7 @@ class TestLegality:
                 "K = 40 is not a multiple of 32",
             ),
             ({"warps": 1, "key_split": 1}, {}, "exceed 255: the state would spill"),
-            ({"warps": 1, "state": "shared", "value_tile": 128}, {}, "state elements per thread exceed 256"),
+            ({"warps": 1, "state": "shared", "value_tile": 128}, {}, "state elements per thread exceed 128"),
             (
                 {"state": "shared", "stages": 4, "tokens": 32, "value_tile": 128, "warps": 8},
                 {},
