@@ -30,7 +30,7 @@ class KdaHostKnobs:
     )
     lanes: int = knob(8, choices=(4, 8, 16), doc="floats in a vector")
     key_unroll: int = knob(
-        2, choices=(1, 2, 4, 8), doc="state rows in registers at once: partial sums, or rows updated together"
+        1, choices=(1, 2, 4, 8), doc="state rows in registers at once: partial sums, or rows updated together"
     )
     row_block: int = knob(
         2, choices=(1, 2, 4, 8), doc="chunked: token rows in registers in the product with the state"
@@ -66,7 +66,7 @@ class KdaHostKnobs:
 
 @dataclass(frozen=True)
 class DebugRegion:
-    """A named intermediate in the workspace of a debug build: float32, C order, `offset` bytes from the start."""
+    """A named intermediate in a debug build's workspace: float32, C order, `offset` bytes from its start."""
 
     name: str
     offset: int
@@ -170,8 +170,8 @@ class KdaHost:
     ) -> tuple[DebugRegion, ...]:
         """What a debug build leaves in the workspace, for sizes N, T, HV of the call.
 
-        decay [T, HV, K], u [T, HV, V], state [T // chunk + N, HV, V, K] after each block: the block of sequence n
-        that starts at token t of the pack has index t // chunk + n; unused indices stay as they were.
+        decay [T, HV, K], u [T, HV, V], state [T // chunk + N, HV, V, K] after each block: the block of
+        sequence n that starts at token t of the pack has index t // chunk + n; unused ones stay as they were.
         """
         keys, values = spec.integer("K"), spec.integer("V")
         n, tokens, heads = sizes["N"], sizes["T"], sizes["HV"]
@@ -197,7 +197,8 @@ class KdaHost:
             f"state of a tile   [K={keys}][{vectors} vectors of {knobs.lanes}], "
             f"row stride {values if whole else knobs.value_tile} floats, {budget['tile_bytes']} B, "
             f"{'workspace' if whole else 'stack'}",
-            f"block of tokens   {knobs.chunk} x K={keys}, {budget['block_bytes']} B prepared, {knobs.factors}",
+            f"block of tokens   {knobs.chunk} x K={keys}, "
+            f"{budget['block_bytes']} B prepared, {knobs.factors}",
             "",
             *self._loop_nest(knobs, tiles),
         ]
