@@ -2,15 +2,22 @@
 
 Symbols, as in Kimi Linear (Moonshot AI, 2025) and flash-linear-attention's `ops/kda/naive.py`:
 
-    T       rows of all sequences packed one after the other      N      sequences, rows cu_seqlens[n] to cu_seqlens[n+1]
-    H       query/key heads                                       HV     value heads, a multiple of H; hv reads hv // (HV // H)
-    K, V    head dims of keys and of values                       C      tokens per chunk
-    q, k    [T, H, K] queries, keys                               v, o   [T, HV, V] values, outputs
-    g       [T, HV, K] natural log of the decay, in [-5, 0]       beta   [T, HV] write strength, in [0, 1]
-    S       state, K by V in formulas; stored V-first [N, HV, V, K] in float32, initial and final
-    scale   factor on q, K^-0.5 unless said                       u      beta (v − Sᵀ k), what a token writes
-    G       inclusive sum of g inside a chunk                     L, M   decayed products of keys with keys, queries with keys
-    X       (I + L)⁻¹                                             A_log, dt_bias   [HV], [HV, K], the production gate's parameters
+    T            rows of all sequences, packed one after the other
+    N            sequences; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1]
+    H, HV        query/key heads, value heads; HV is a multiple of H, value head hv reads hv // (HV // H)
+    K, V         head dims of keys and of values
+    C            tokens per chunk
+    q, k         [T, H, K] queries, keys
+    v, o         [T, HV, V] values, outputs
+    g            [T, HV, K] natural log of the decay, in [-5, 0]
+    beta         [T, HV] write strength, in [0, 1]
+    A_log        [HV] and dt_bias [HV, K], parameters of the production contract's gate
+    S            state, K by V in formulas; stored V-first [N, HV, V, K] in float32, initial and final
+    scale        factor on q, K^-0.5 unless said
+    u            beta (v − Sᵀ k), what a token writes
+    G            inclusive sum of g inside a chunk
+    L, M         decayed products of keys with keys, of queries with keys
+    X            (I + L)⁻¹
 
 Per token: S ← Diag(exp g) S;  u = beta (v − Sᵀ k);  S ← S + k uᵀ;  o = scale Sᵀ q.
 """

@@ -130,7 +130,7 @@ class Gap:
 
     @cached_property
     def place(self) -> tuple[int, ...] | None:
-        """Index of the largest ratio (the first, where several are not finite); None where nothing differs."""
+        """Index of the largest ratio, the first of several; None where nothing differs."""
         if not self.ratios.any():
             return None
         return tuple(int(i) for i in np.unravel_index(int(np.argmax(self.ratios)), self.ratios.shape))
@@ -152,7 +152,7 @@ class Gap:
 def _difference(answer: Array, truth: Array) -> Real:
     """float64; a NaN or inf in the answer stays one."""
     with np.errstate(invalid="ignore"):
-        return np.subtract(answer.astype(np.float64), truth)
+        return np.asarray(np.subtract(answer.astype(np.float64), truth))
 
 
 def solve(workload: Workload, seed: int) -> KdaCase:

@@ -4,15 +4,15 @@ With G_i the inclusive cumulative log decay inside a chunk of C tokens and S the
 
     P_ij = Σ_c a_ic b_jc exp(G_ic − G_jc), i >= j                    `decayed_products`
     L = strict lower part of Diag(beta) P(k, k),   M = P(scale q, k), lower part with its diagonal
-    X = (I + L)⁻¹                                                    forward substitution, unit lower triangular
+    X = (I + L)⁻¹                                                    by forward substitution
     U = X Diag(beta) (V − (k e^G) S)
     O = (scale q e^G) S + M U
     S ← Diag(e^{G_C}) S + (k e^{G_C − G})ᵀ U
 
-(Kimi Linear, section 3; Yang et al. 2024, "Parallelizing linear transformers with the delta rule".) Rows of one
-product share an anchor A per channel, exp(G_i − A) exp(A − G_j), since a per-channel decay cannot be factored
-out afterwards; how many rows share one decides what overflows. 16 rows at −5 a token reach e^80, which float32
-and bfloat16 hold; one row (pairwise) never has a positive exponent.
+(Kimi Linear, section 3; Yang et al. 2024, "Parallelizing linear transformers with the delta rule".) Rows of
+one product share an anchor A per channel, exp(G_i − A) exp(A − G_j), since a per-channel decay cannot be
+factored out afterwards; how many rows share one decides what overflows. 16 rows at −5 a token reach e^80,
+which float32 and bfloat16 hold; one row (pairwise) never has a positive exponent.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def chunked_with_intermediates(
 
 
 def decayed_products(a: Array, b: Array, G: Array, form: Form, xp: Namespace = np) -> Array:
-    """P_ij = Σ_c a_ic b_jc exp(G_ic − G_jc) for i >= j, zero above: [B, HV, C, K] three times to [B, HV, C, C]."""
+    """P_ij = Σ_c a_ic b_jc exp(G_ic − G_jc) for i >= j, zero above: three [B, HV, C, K] to [B, HV, C, C]."""
     C, exp, product = a.shape[2], _exponential(form, xp), _product(form, xp)
     out = xp.zeros((*a.shape[:3], C), dtype=a.dtype, device=a.device)
     for first in range(0, C, form.block):
@@ -127,17 +127,15 @@ def decayed_products(a: Array, b: Array, G: Array, form: Form, xp: Namespace = n
 
 def _anchor(G: Array, first: int, last: int, form: Form) -> Array:
     """[B, HV, 1, K]."""
-    if form.anchor == "middle":
-        row = (first + last) // 2
-    else:
-        row = first - 1 if form.anchor == "before" else first
+    row = {"before": first - 1, "first": first, "middle": (first + last) // 2}[form.anchor]
     return G[:, :, row : row + 1] if row >= 0 else 0 * G[:, :, :1]
 
 
 def inverse_of_unit_lower(L: Array, xp: Namespace = np) -> Array:
     """(I + L)⁻¹ for strictly lower L [B, HV, C, C], row by row: X_i = e_i − Σ_{j<i} L_ij X_j.
 
-    Forward substitution is backward stable; powers of L (Neumann, Newton) reach binomial size when keys repeat.
+    Forward substitution is backward stable; powers of L (Neumann, Newton) reach binomial size when keys
+    repeat.
     """
     X = xp.zeros(L.shape, dtype=L.dtype, device=L.device)
     for i in range(L.shape[-1]):

@@ -1,17 +1,20 @@
 """The rungs smoke, edges and regimes: which problems a kernel meets before it may be timed.
 
-Cheap and telling first. The full lists are drawn from bug reports on public KDA kernels; each comment names one.
-Lengths stay short where the mistake does not need long ones: float64 truths at K = V = 128 cost about 1 ms per
-16 tokens and head.
+Cheap and telling first. The full lists are drawn from bug reports on public KDA kernels; each comment names
+one.
+Lengths stay short where the mistake does not need long ones: float64 truths at K = V = 128 cost about 1 ms
+per 16 tokens and head.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from evotune.reference_kda.workload import Workload
 
 Rung = Literal["smoke", "edges", "regimes"]
+Fields = dict[str, Any]
+Entries = dict[str, Fields]
 
 SCREEN_REGIMES = (
     *("zero", "saturated", "split", "identical_keys", "strong", "alternating", "correlated_keys"),
@@ -39,19 +42,19 @@ def gate_cases(base: Workload, level: str) -> Iterator[KdaGateCase]:
     yield from _entries(base, "regimes", _regimes(level))
 
 
-def _entries(base: Workload, rung: Rung, entries: dict[str, dict[str, object]]) -> Iterator[KdaGateCase]:
+def _entries(base: Workload, rung: Rung, entries: Entries) -> Iterator[KdaGateCase]:
     for name, fields in entries.items():
-        yield KdaGateCase(rung, name, replace(base, name=f"{base.name}, {name}", **fields))  # type: ignore[arg-type]
+        yield KdaGateCase(rung, name, replace(base, name=f"{base.name}, {name}", **fields))
 
 
-SMOKE: dict[str, dict[str, object]] = {
+SMOKE: Entries = {
     "one token of ones": {"lengths": (1,), "regime": "ones"},
     "one chunk of ones": {"lengths": (16,), "regime": "ones"},
     "one token, state carried in": {"lengths": (1,), "regime": "strong", "initial_state": True},
     "one chunk, state carried in": {"lengths": (16,), "initial_state": True},
 }
 
-SCREEN_EDGES: dict[str, dict[str, object]] = {
+SCREEN_EDGES: Entries = {
     "two tokens": {"lengths": (2,), "regime": "strong"},
     "a chunk less one": {"lengths": (15,), "initial_state": True},
     "a chunk and one": {"lengths": (17,), "regime": "weak"},
@@ -62,7 +65,10 @@ SCREEN_EDGES: dict[str, dict[str, object]] = {
         "initial_state": True,
     },
     "prime length, three heads, final state not wanted": {
-        "lengths": (37,), "heads": 3, "value_heads": 3, "final_state": False,
+        "lengths": (37,),
+        "heads": 3,
+        "value_heads": 3,
+        "final_state": False,
     },
     "several tiles and one": {"lengths": (129,), "regime": "weak", "initial_state": True},
     # vllm-project/vllm-ascend#11893, MoonshotAI/FlashKDA#32
@@ -71,7 +77,7 @@ SCREEN_EDGES: dict[str, dict[str, object]] = {
     "another scale": {"lengths": (20,), "offset": 1},
 }
 
-FULL_EDGES: dict[str, dict[str, object]] = {
+FULL_EDGES: Entries = {
     **{f"{T} tokens": {"lengths": (T,), "initial_state": T % 4 == 3} for T in (16, 31, 63, 64, 65, 127, 500)},
     "no sequence": {"lengths": ()},
     "1000 tokens, weak decay": {"lengths": (1000,), "regime": "weak", "initial_state": True},
@@ -92,10 +98,10 @@ FULL_EDGES: dict[str, dict[str, object]] = {
 }
 
 
-def _regimes(level: str) -> dict[str, dict[str, object]]:
+def _regimes(level: str) -> Entries:
     if level == "screen":
         return {f"regime {r}": {"lengths": (81,), "regime": r, "initial_state": True} for r in SCREEN_REGIMES}
-    entries: dict[str, dict[str, object]] = {}
+    entries: Entries = {}
     for i, r in enumerate(FULL_REGIMES):
         shape = {"lengths": (200, 57), "heads": 1, "value_heads": 2}
         entries[f"regime {r}"] = {**shape, "regime": r, "initial_state": True}

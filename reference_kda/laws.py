@@ -1,8 +1,8 @@
 """Laws that hold without a reference: answers of a kernel compared with its own answers to related questions.
 
-A tolerance is the sum of the bounds (largest error, per chunk and head) of the cases a law relates: where each
-answer may be off by its bound, their difference may be off by both. Bounds need solved cases; a `Bank` draws a few
-random shapes, solves them once, and gives them out in fresh numbers.
+A tolerance is the sum of the bounds (largest error, per chunk and head) of the cases a law relates: where
+each answer may be off by its bound, their difference may be off by both. Bounds need solved cases; a `Bank`
+draws a few random shapes, solves them once, and gives them out in fresh numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +98,8 @@ class Split:
 class Linearity:
     """With q, k, g, beta fixed, outputs are linear in (v, initial state).
 
-    v is dealt out by token to two questions, so that the two add up to v without rounding; the state goes to one.
+    v is dealt out by token to two questions, so that the two add up to v without rounding; the state goes to
+    one.
     """
 
     bank: Bank
@@ -149,9 +150,9 @@ class Heads:
 class Causality:
     """The future never changes the past.
 
-    Not bitwise: a form that anchors a chunk's decays in its middle is allowed, and rounds the past differently when
-    the future's gates change. The regimes have gates as strong as the changed future's, so that the bound
-    knows such rounding.
+    Not bitwise: a form that anchors a chunk's decays in its middle is allowed, and rounds the past
+    differently when the future's gates change. The regimes have gates as strong as the changed future's, so
+    that the bound knows such rounding.
     """
 
     bank: Bank
@@ -172,7 +173,7 @@ class Causality:
 def _other_future(
     inputs: dict[str, Array | None], future: Array, contract: str, rng: Rng
 ) -> dict[str, Array | None]:
-    """Later tokens replaced: values a thousand times larger, keys and queries turned round, gates at either end."""
+    """Later tokens replaced: huge values, keys and queries turned round, gates at either end."""
     for name in ("q", "k", "v", "g", "beta"):
         array = inputs[name]
         assert array is not None

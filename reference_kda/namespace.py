@@ -1,9 +1,9 @@
 """What every numerical function here asks of an array library.
 
 Functions take `xp`, numpy (2.0 or later) or torch, and use only what both have under one name and one
-positional meaning: `xp.exp`, `xp.exp2`, `xp.where`, `xp.matmul`, `xp.cumsum(x, axis)`, `xp.zeros(…, dtype=, device=)`,
-slicing, integer indexing, in-place arithmetic on views. Arrays are typed `Array` because numpy's and torch's
-have no common type.
+positional meaning: `xp.exp`, `xp.exp2`, `xp.where`, `xp.matmul`, `xp.cumsum(x, axis)`, `xp.zeros(…, dtype=,
+device=)`, slicing, integer indexing, in-place arithmetic on views. Arrays are typed `Array` because numpy's
+and torch's have no common type.
 """
 
 from typing import Any

@@ -22,8 +22,8 @@ class Problem:
         g: [T, HV, K], natural log of the decay, <= 0.
         beta: [T, HV], in [0, 1].
         initial_state: [N, HV, V, K] or None for zeros.
-        cu_seqlens: N + 1 row numbers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1]. Rows past the last
-            one belong to no sequence and are never read.
+        cu_seqlens: N + 1 row numbers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1]. Rows past the
+            last one belong to no sequence and are never read.
         scale: factor on q.
     """
 
@@ -67,7 +67,7 @@ class Result:
 
 
 def swap_state_layout(state: Array) -> Array:
-    """[N, HV, V, K] (V-first: ours, FlashKDA's, cuDNN's) to [N, HV, K, V] (K-first: fla's default), and back. A copy."""
+    """[N, HV, V, K] (V-first: ours and FlashKDA's) to [N, HV, K, V] (fla's default), and back. A copy."""
     swapped = state.swapaxes(-1, -2)
     return np.ascontiguousarray(swapped) if isinstance(state, np.ndarray) else swapped.contiguous()
 
@@ -81,21 +81,23 @@ def activate(
     computes, in `dtype`: q, k ← x · rsqrt(Σ x² + 1e-6); g ← LOWER_BOUND · sigmoid(exp(A_log) (g + dt_bias));
     beta ← sigmoid(beta).
     """
-    arrays = {
-        name: None if x is None else _cast(x, dtype, xp) for name, x in inputs.items() if name != "cu_seqlens"
-    }
-    if contract == "production":
-        for name in ("q", "k"):
-            x = arrays[name]
-            assert x is not None
-            arrays[name] = x / xp.sqrt((x * x).sum(-1) + L2_EPSILON)[..., None]
-        rate = xp.exp(arrays["A_log"])[:, None]
-        arrays["g"] = LOWER_BOUND * _sigmoid(rate * (arrays["g"] + arrays["dt_bias"]), xp)
-        arrays["beta"] = _sigmoid(arrays["beta"], xp)
     cu = inputs["cu_seqlens"]
     assert cu is not None
-    names = ("q", "k", "v", "g", "beta", "initial_state")
-    return Problem(*(arrays[name] for name in names), tuple(int(c) for c in cu), scale)
+    given = {
+        name: _cast(x, dtype, xp) for name, x in inputs.items() if x is not None and name != "cu_seqlens"
+    }
+    q, k, g, beta = given["q"], given["k"], given["g"], given["beta"]
+    if contract == "production":
+        q, k = _unit(q, xp), _unit(k, xp)
+        rate = xp.exp(given["A_log"])[:, None]
+        g = LOWER_BOUND * _sigmoid(rate * (g + given["dt_bias"]), xp)
+        beta = _sigmoid(beta, xp)
+    rows = tuple(int(c) for c in cu)
+    return Problem(q, k, given["v"], g, beta, given.get("initial_state"), rows, scale)
+
+
+def _unit(x: Array, xp: Namespace) -> Array:
+    return x / xp.sqrt((x * x).sum(-1) + L2_EPSILON)[..., None]
 
 
 def _cast(x: Array, dtype: object, xp: Namespace) -> Array:

@@ -16,8 +16,9 @@ def recurrence(problem: Problem, xp: Namespace = np) -> Result:
         S ← S + k_t uᵀ
         o_t ← Sᵀ (scale · q_t)             read after the update: token t sees itself
 
-    (Kimi Linear, equation 1; fla `ops/kda/naive.py`.) With numpy every sum over K runs in channel order without
-    fused multiply-add, which makes the float32 form the plain C loop that rounds most among honest ones.
+    (Kimi Linear, equation 1; fla `ops/kda/naive.py`.) With numpy every sum over K runs in channel order
+    without fused multiply-add, which makes the float32 form the plain C loop that rounds most among honest
+    ones.
     """
     packing = Packing.of(problem.cu_seqlens, 1)
     head_of = problem.head_of

@@ -1,7 +1,7 @@
 """What values the inputs take. Each regime is one way in which KDA kernels have been seen to go wrong.
 
-A regime is stated on activated values: unit keys, log decay in [LOWER_BOUND, 0], beta in [0, 1]. Inputs of the
-production contract are drawn so that activation gives those values, up to the rounding of the io dtype.
+A regime is stated on activated values: unit keys, log decay in [LOWER_BOUND, 0], beta in [0, 1]. Inputs of
+the production contract are drawn so that activation gives those values, up to the rounding of the io dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -146,7 +146,7 @@ REGIMES: Mapping[str, Callable[[Values, Extents, Rng], Values]] = {
 
 
 def draw(regime: str, extents: Extents, rng: Rng) -> Values:
-    """Activated values of a regime; what it does not speak of is random: memory spans as "mixed", beta uniform."""
+    """Activated values of a regime; what it does not speak of is random, gates as in "mixed"."""
     e = extents
     base = Values(
         q=unit_rows(rng.standard_normal((e.T, e.H, e.K))),
@@ -161,8 +161,8 @@ def draw(regime: str, extents: Extents, rng: Rng) -> Values:
 def deactivate(values: Values, regime: str, rng: Rng) -> dict[str, Real]:
     """Arguments of the production contract whose activation gives `values`.
 
-    q and k get norms around sqrt(K) / 2 (1e-4 and 1e4 in the scale regimes), A_log = log U(1, 16) and dt_bias as a trained
-    model has them, and raw gates and beta logits that undo both, clipped at ±LOGIT_LIMIT.
+    q and k get norms around sqrt(K) / 2 (1e-4 and 1e4 in the scale regimes), A_log = log U(1, 16) and dt_bias
+    as a trained model has them, and raw gates and beta logits that undo both, clipped at ±LOGIT_LIMIT.
     """
     T, HV, K = values.g.shape
     norm = {"small_scale": 1e-4, "large_scale": 1e4}.get(regime, K**0.5 / 2)
@@ -183,4 +183,5 @@ def deactivate(values: Values, regime: str, rng: Rng) -> dict[str, Real]:
 
 def _logit(p: Real) -> Real:
     tiny = np.exp(-LOGIT_LIMIT)
-    return np.clip(np.log(np.maximum(p, tiny)) - np.log(np.maximum(1 - p, tiny)), -LOGIT_LIMIT, LOGIT_LIMIT)
+    odds = np.log(np.maximum(p, tiny)) - np.log(np.maximum(1 - p, tiny))
+    return np.asarray(np.clip(odds, -LOGIT_LIMIT, LOGIT_LIMIT))

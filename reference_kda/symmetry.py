@@ -2,8 +2,8 @@
 
 - K channels of a q/k head permuted, and their signs flipped, together in q, k, the state (and g, dt_bias, by
   permutation alone): o is unchanged, the final state follows.
-- V channels of a value head permuted, signs flipped, v and the state scaled by one power of two: o and the final
-  state follow. Whole blocks of 16 rows are permuted, and rows within a block, so bounds follow too.
+- V channels of a value head permuted, signs flipped, v and the state scaled by one power of two: o and the
+  final state follow. Whole blocks of 16 rows are permuted, and rows within a block, so bounds follow too.
 - q/k heads permuted with their groups of value heads, value heads permuted within a group.
 """
 
@@ -104,7 +104,7 @@ class Symmetry:
 
     def bound(self, bound: Extent) -> Extent:
         size = np.abs(self.v_factor[:, 0]).astype(np.float64)  # [HV]
-        blocks = np.ix_(range(len(bound.state_rms)), self.value_head, self.v_block)
+        blocks = np.ix_(np.arange(len(bound.state_rms)), self.value_head, self.v_block)
         return Extent(
             bound.o_rms[:, self.value_head] * size,
             bound.o_max[:, self.value_head] * size,

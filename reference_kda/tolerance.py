@@ -1,45 +1,46 @@
 """How far from the truth an honest kernel may be, on this very input.
 
 **Where a bound applies.** `o`: each 16-token chunk of a sequence, each value head (over its V channels).
-`final_state`: each sequence, each value head, each block of 16 V rows (over K). In each place two bounds, one for
-the root mean square of the error and one for its maximum.
+`final_state`: each sequence, each value head, each block of 16 V rows (over K). In each place two bounds, one
+for the root mean square of the error and one for its maximum.
 
-**Where it comes from.** Honest arithmetic is run on the input, in several forms that share no order of operations,
-and its errors against the float64 truth are measured in every place:
+**Where it comes from.** Honest arithmetic is run on the input, in several forms that share no order of
+operations, and its errors against the float64 truth are measured in every place:
 
     float32 io     the float32 recurrence, strictly in channel order, no fused multiply-add
                    chunks of 16 anchored at their start, decays as powers of two
                    chunks of 64 in sub-blocks of 16
                    the exact recurrence on operands perturbed at random by two units of float32 roundoff
     bfloat16 io    the float32 recurrence
-                   chunks of 16 and of 64 as above, matrix operands rounded to bfloat16, sums and state in float32
-                   the exact recurrence on operands perturbed at random by one unit of bfloat16 roundoff
+                   chunks of 16 and of 64 as above, matrix operands rounded to bfloat16, sums and state in
+                   float32 the exact recurrence on operands perturbed at random by one unit of bfloat16
+                   roundoff
 
 The last of each list matters where special values (ones, one-hot keys, powers of two) make particular orders
-exact by luck: perturbation knows no luck. Two units in float32: one for exp (libm promises < 1 ulp), one for the
-product made with it. One in bfloat16: an operand is rounded once. The production contract's norm, gate and sigmoid run
-in float32; q and k are rounded to bfloat16 after their norm where io is bfloat16, as every implementation does.
-`o` is rounded to the io dtype, the final state stays float32.
+exact by luck: perturbation knows no luck. Two units in float32: one for exp (libm promises < 1 ulp), one for
+the product made with it. One in bfloat16: an operand is rounded once. The production contract's norm, gate
+and sigmoid run in float32; q and k are rounded to bfloat16 after their norm where io is bfloat16, as every
+implementation does. `o` is rounded to the io dtype, the final state stays float32.
 
 **The margin** is 2 bits, fixed before any kernel was measured against it:
-  - 1 bit for honest orders outside the ensemble. A sum of n = 128 products has relative error near sqrt(n / 6) = 4.6
-    units when taken in order (a member), near 2 with eight lanes, below that with fused multiply-add; what is left is
-    the other way round: forms between the members, such as another chunk length or anchor. Neighbouring members
-    (chunk 16 and 64 on repeated keys, the widest known) differ by a factor of 3.3, so what lies one
-    doubling beyond the outermost member is still plausible.
+  - 1 bit for honest orders outside the ensemble. A sum of n = 128 products has a relative error near
+    sqrt(n / 6) = 4.6 units when taken in order, as a member does, near 2 with eight lanes, and less with
+    fused multiply-add, so orders cost less than a member shows. Chunk lengths and anchors differ more: the
+    widest known gap between neighbouring members is 3.3 (chunks of 16 and 64, repeated keys), so one
+    doubling beyond the outermost member is still honest.
   - 1 bit because both sides are samples. In the worst place the error of a block is one random number per V
-    channel (16 in a state block): the ratio of two RMS values over 16 normal numbers passes 2 with probability
-    0.5 % against one member, and the envelope is the largest of three or four.
+    channel (16 in a state block): the ratio of two RMS values over 16 normal numbers passes 2 with
+    probability 0.5 % against one member, and the envelope is the largest of three or four.
 
-For the maximum, the larger of the ensemble's own maximum and sqrt(2 ln 2n) times its RMS, the expected extreme of n
-normal numbers, before the same margin.
+For the maximum, the larger of the ensemble's own maximum and sqrt(2 ln 2n) times its RMS, the expected
+extreme of n normal numbers, before the same margin.
 
 Added to the margin: half a unit of the output's dtype at the size of the place's truth (an ensemble may hit
-representable values exactly), and 2^-100 absolutely, which float32 kernels that flush subnormal intermediates need
-(a product of factors e^80 and 2^-126 is 2^-11 of such a unit).
+representable values exactly), and 2^-100 absolutely: kernels may flush what is below float32's normal range,
+2^-126, and K such products may meet a factor.
 
-A kernel with its state in bfloat16 under float32 io errs 2^9 times the bound or more; leaving out a term, a token,
-a chunk or a head errs by the size of the output.
+A kernel with its state in bfloat16 under float32 io errs 2^9 times the bound or more; leaving out a term, a
+token, a chunk or a head errs by the size of the output.
 """
 
 from collections.abc import Mapping
@@ -128,7 +129,7 @@ def state_extent(difference: Array) -> tuple[Real, Real]:
 
 def _largest(x: Array) -> Real:
     """Largest absolute value along the last axis, without a copy of `x`."""
-    return np.maximum(x.max(-1), -x.min(-1))
+    return np.asarray(np.maximum(x.max(-1), -x.min(-1)))
 
 
 def extent(o: Array, state: Array, places: Places) -> Extent:

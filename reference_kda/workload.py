@@ -32,7 +32,8 @@ class Workload:
         contract: "plain" or "production"; see `problem.activate`.
         initial_state, final_state: whether the call brings and wants them.
         slack: rows after the last sequence, filled with NaN; no output may depend on them.
-        offset: what is added to the K^-0.5 scale's exponent of two, so that a kernel that hard-codes it fails.
+        offset: what is added to the K^-0.5 scale's exponent of two, so that a kernel that hard-codes it
+            fails.
     """
 
     name: str
@@ -72,8 +73,9 @@ class Workload:
 def draw_inputs(workload: Workload, seed: int) -> dict[str, Array | None]:
     """Kernel arguments by name in their C types, deterministic in (workload, seed).
 
-    q, k [T, H, K], v [T, HV, V] in the io dtype; g [T, HV, K], beta [T, HV] in float32 (plain) or the io dtype
-    (production); A_log [HV], dt_bias [HV, K] (production); initial_state [N, HV, V, K]; cu_seqlens [N + 1] int64.
+    q, k [T, H, K], v [T, HV, V] in the io dtype; g [T, HV, K], beta [T, HV] in float32 (plain) or the io
+    dtype (production); A_log [HV], dt_bias [HV, K] (production); initial_state [N, HV, V, K]; cu_seqlens [N +
+    1] int64.
     """
     w = workload
     rng = np.random.default_rng([seed, crc32(repr(w).encode())])
