@@ -1,0 +1,150 @@
+"""Exported directories made by hand, with real kernels of the host template but without the judge."""
+
+import dataclasses
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from evotune.reference_kda.problem import LOWER_BOUND
+from evotune.search_space.branch import Branch, Candidate
+from evotune.search_space.template import Specialization, Unit
+from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
+
+from evotune import bundle, manifest
+from tests.search_space.host_kernel import Kernel, compile_unit
+
+INTERVAL = manifest.Interval(low=1.8, median=2.0, high=2.3, confidence=0.96)
+
+
+def timing(workload: str, group: str, time_us: float = 10.0) -> manifest.Timing:
+    block = manifest.Block(samples_us=(time_us,), baseline_samples_us=(2 * time_us,), naive_us=9 * time_us)
+    return manifest.Timing(
+        workload=workload,
+        group=group,
+        time_us=time_us,
+        speedup=INTERVAL,
+        naive_ratio=INTERVAL,
+        blocks=(block,),
+    )
+
+
+def spec_entry(spec: Specialization) -> manifest.SpecializationEntry:
+    return manifest.SpecializationEntry(
+        operator=spec.operator,
+        dtype=spec.dtype,
+        constants=dict(spec.constants),  # type: ignore[arg-type]
+    )
+
+
+def kernel(
+    id: str,
+    specs: Sequence[Specialization],
+    folder: Path,
+    *,
+    knobs: KdaHostKnobs | None = None,
+    note: str = "the template as shipped",
+    timings: tuple[manifest.Timing, ...] = (),
+) -> bundle.Exported:
+    """The template with `knobs` compiled for `specs` by gcc."""
+    contents = {"kernel.c": TEMPLATE.source.encode()}
+    objects = []
+    knobs = knobs or KdaHostKnobs()
+    for spec in specs:
+        unit = TEMPLATE.unit(TEMPLATE.source, knobs, spec)
+        object_, library = compiled(unit, folder)
+        contents |= {f"{spec.label}.o": object_, f"{spec.label}.so": library}
+        objects.append(
+            manifest.ObjectEntry(
+                label=spec.label,
+                specialization=spec_entry(spec),
+                constants=dict(unit.constants),
+                object=manifest.FileEntry.of(f"{spec.label}.o", object_),
+                library=manifest.FileEntry.of(f"{spec.label}.so", library),
+                reproducible=True,
+                resources={"code_bytes": len(object_)},
+            )
+        )
+    branch = Branch("b00", TEMPLATE.source, None, "seed", note)
+    return bundle.Exported(
+        manifest.KernelManifest(
+            id=id,
+            number=7,
+            candidate=Candidate(branch, knobs).digest,
+            template="kda_host",
+            target="host",
+            language="c",
+            entry="kda_forward",
+            branch="b00",
+            parents=(),
+            origin="seed",
+            note=note,
+            lineage=(manifest.Ancestor(branch="b00", origin="seed", note=note),),
+            knobs=dataclasses.asdict(knobs),
+            front=True,
+            fastest_on=(),
+            source=manifest.FileEntry.of("kernel.c", contents["kernel.c"]),
+            objects=tuple(objects),
+            toolchain="gcc, by hand",
+            versions={"evotune": "0"},
+            cpu=manifest.this_cpu(),
+            evidence=manifest.Evidence(
+                level="full", gate_seeds=1, worst_error=0.4, host_call_us=1.0, timings=timings
+            ),
+            licence="Apache-2.0",
+        ),
+        contents,
+    )
+
+
+def compiled(unit: Unit, folder: Path) -> tuple[bytes, bytes]:
+    """Object and library."""
+    path = compile_unit(unit, folder)
+    Kernel(unit, folder)
+    return path.read_bytes(), path.with_suffix(".so").read_bytes()
+
+
+def workload(
+    name: str, spec: Specialization, kernel: str, *, N: int = 1, T: int = 64, H: int = 1, HV: int = 1
+) -> manifest.WorkloadEntry:
+    return manifest.WorkloadEntry(
+        name=name,
+        group=name,
+        label=spec.label,
+        dtype=spec.dtype,  # type: ignore[arg-type]
+        constants=dict(spec.constants),
+        sizes={"N": N, "T": T, "H": H, "HV": HV},
+        scalars={"scale": 1.0, "lower_bound": LOWER_BOUND},
+        kernel=kernel,
+    )
+
+
+def index(
+    kernels: Sequence[bundle.Exported],
+    workloads: Sequence[manifest.WorkloadEntry],
+    left_out: tuple[manifest.LeftOut, ...] = (),
+    study: str = "by hand",
+) -> manifest.Index:
+    return manifest.Index(
+        evotune="0",
+        created="2026-01-01T00:00:00",
+        study=study,
+        operator="kda",
+        template="kda_host",
+        cpu=manifest.this_cpu(),
+        kernels={k.manifest.id: sha256(manifest.to_json(k.manifest)).hexdigest() for k in kernels},
+        workloads=tuple(workloads),
+        left_out=left_out,
+    )
+
+
+def load_dropin(pareto: Path) -> Any:
+    """The exported `kda.py` as a module of its own, not shared with another export."""
+    found = spec_from_file_location(f"exported_{abs(hash(pareto))}", pareto / "kda.py")
+    assert found is not None
+    assert found.loader is not None
+    module: ModuleType = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
