@@ -457,6 +457,14 @@ def _open_environment(cell: Cell) -> dict[str, str]:
     return {"PATH": _PATH, "LC_ALL": "C", "TMPDIR": temporary, **cell.environment}
 
 
+def _shown(path: Path) -> list[str]:
+    """Bind a path read-only. bwrap would make missing parents with mode 0700, closed to a uid not root's."""
+    line: list[str] = []
+    for parent in reversed(path.parents[:-1]):
+        line += ["--perms", "0755", "--dir", str(parent)]
+    return [*line, "--ro-bind", str(path), str(path)]
+
+
 def _mounts(cell: Cell) -> list[str]:
     line = ["--ro-bind", "/usr", "/usr"]
     for name in _TOP:
@@ -464,15 +472,12 @@ def _mounts(cell: Cell) -> list[str]:
             line += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             line += ["--ro-bind", name, name]
-    for name in _OPTIONAL:
-        line += ["--ro-bind-try", name, name]
+    for name in filter(os.path.exists, _OPTIONAL):
+        line += _shown(Path(name))
     line += ["--proc", "/proc", "--dev", "/dev"]
     line += ["--size", str(cell.limits.temporary_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
     for path in cell.read_only:
-        # bwrap would make missing parents with mode 0700, closed to a uid that is not root's.
-        for parent in reversed(path.parents[:-1]):
-            line += ["--perms", "0755", "--dir", str(parent)]
-        line += ["--ro-bind", str(path), str(path)]
+        line += _shown(path)
     for path in cell.devices:
         line += ["--dev-bind", str(path), str(path)]
     if cell.scratch is None:

@@ -5,6 +5,8 @@ into the scratch directory, and gives a command that runs there. Everything the 
 written by something hostile until inspected.
 """
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +81,19 @@ class Toolchain(Protocol):
 def arguments(constants: Sequence[tuple[str, int | float | str]]) -> list[str]:
     """`-DNAME=VALUE` for a C compiler."""
     return [f"-D{name}={value}" for name, value in constants]
+
+
+def read_output(path: Path, limit_bytes: int) -> bytes | None:
+    """A file that something hostile left in a scratch directory; None unless plain and of bounded size.
+
+    Links are not followed and a FIFO is not waited for.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        data = stream.read(limit_bytes + 1)
+    return data if len(data) <= limit_bytes else None
