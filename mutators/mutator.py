@@ -74,5 +74,8 @@ class Mutator(Protocol):
         ...
 
     def repair(self, request: Request, proposal: Proposal, failed: Failed) -> Proposal | None:
-        """A second try after the first candidate failed, at most once per proposal; None to give up."""
+        """A second try after the first candidate failed, at most once per proposal; None to give up.
+
+        Raises what `propose` raises.
+        """
         ...

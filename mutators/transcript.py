@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,9 @@ class ReplayClient:
 
 def _without_retries(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Without the failures after which the same question was asked again at once."""
-    following = [*exchanges[1:], None]
     return [
         e
-        for e, after in zip(exchanges, following, strict=True)
+        for e, after in zip_longest(exchanges, exchanges[1:])
         if not (e.question and e.answer.error and after and after.question == e.question)
     ]
 
