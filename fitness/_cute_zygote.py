@@ -32,6 +32,9 @@ import struct
 import sys
 import time
 import traceback
+from typing import Any
+
+Json = dict[str, Any]
 
 _PR_SET_DUMPABLE = 4
 _LAZY = ("cutlass.cutlass_dsl.tvm_ffi_provider", "cutlass.cute._tvm_ffi_args_spec_converter")
@@ -67,7 +70,7 @@ def send(fd: int, message: object) -> None:
         view = view[os.write(fd, view) :]
 
 
-def receive(fd: int) -> dict | None:
+def receive(fd: int) -> Json | None:
     """The next frame, or None at the end."""
     header = _exactly(fd, 8)
     if header is None:
@@ -86,7 +89,7 @@ def _exactly(fd: int, size: int) -> bytes | None:
     return bytes(data)
 
 
-def run(job: dict, options: str, private: tuple[int, ...]) -> dict:
+def run(job: Json, options: str, private: tuple[int, ...]) -> Json:
     """Fork, compile there, and say how it went."""
     os.mkdir("job")
     log_read, log_write = os.pipe()
@@ -107,7 +110,7 @@ def run(job: dict, options: str, private: tuple[int, ...]) -> dict:
     return _answer(result, status, stopped, log)
 
 
-def _answer(result: bytes, status: int, stopped: str, log: str) -> dict:
+def _answer(result: bytes, status: int, stopped: str, log: str) -> Json:
     """What a job's end means."""
     if stopped == "timeout":
         return {"status": "timeout", "detail": "", "log": log}
@@ -197,7 +200,7 @@ def _kill_the_rest() -> None:
             return
 
 
-def _child(job: dict, options: str, log_fd: int, result_fd: int) -> None:
+def _child(job: Json, options: str, log_fd: int, result_fd: int) -> None:
     """Never returns."""
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -224,13 +227,15 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _compile(job: dict, options: str) -> dict:
+def _compile(job: Json, options: str) -> Json:
     import cutlass.cute as cute
 
     with open("kernel.py", "w", encoding="utf-8") as file:
         file.write(job["text"])
     # A real file: the DSL reads the source of what it compiles.
     spec = importlib.util.spec_from_file_location("kernel", "kernel.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["kernel"] = module
     spec.loader.exec_module(module)
@@ -247,7 +252,7 @@ def _compile(job: dict, options: str) -> dict:
     }
 
 
-def launches(ir: str) -> list[dict]:
+def launches(ir: str) -> list[dict[str, int]]:
     """Static launch facts of each kernel, read from the lowered host code: the cubin does not hold them.
 
     The host function fills cudaLaunchConfig_t (field 1 block, field 2 dynamic shared bytes) from constants.
@@ -257,7 +262,7 @@ def launches(ir: str) -> list[dict]:
     for function in re.split(r"\n  llvm\.func ", ir):
         constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) : i\d+\)", function))
 
-        def stored(field: str, function: str = function, constants: dict = constants) -> list[int]:
+        def stored(field: str, function: str = function, constants: dict[str, str] = constants) -> list[int]:
             pattern = r"(%\w+) = " + config.format(field=field)
             values = []
             for pointer in re.findall(pattern, function):
