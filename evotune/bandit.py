@@ -36,12 +36,15 @@ class Arm:
 class Bandit:
     """Arms of one step; `choose` pulls them one after another, counting its own pulls."""
 
-    def __init__(self, history: History, branches: Sequence[str], warmup: int) -> None:
-        """`branches` must live, that is, each has a passed candidate."""
+    def __init__(
+        self, history: History, branches: Sequence[str], warmup: int, legal_count: int | None = None
+    ) -> None:
+        """`branches` must live, so each has a passed candidate; each has `legal_count` configurations."""
         passed = [entry for entry in history.entries if entry.passed]
         self._ranks = ranks(losses(history.columns, passed))
         self._primary = primary(history.columns)
         self._warmup = warmup
+        self._legal_count = legal_count
         self._arms = [
             Arm(
                 branch,
@@ -52,19 +55,21 @@ class Bandit:
         ]
         self._pulls = {arm.branch: arm.pulls for arm in self._arms}
 
-    def choose(self, rng: np.random.Generator) -> str:
-        """The branch of the next candidate."""
-        young = [arm for arm in self._arms if self._pulls[arm.branch] < self._warmup]
+    def choose(self, rng: np.random.Generator) -> str | None:
+        """The branch of the next candidate; None when every branch has tried all it has."""
+        full = self._legal_count
+        arms = [arm for arm in self._arms if full is None or self._pulls[arm.branch] < full]
+        if not arms:
+            return None
+        young = [arm for arm in arms if self._pulls[arm.branch] < self._warmup]
         if young:
             chosen = min(young, key=lambda arm: self._pulls[arm.branch])
         else:
             worth = self._worth(rng)
-            total = sum(self._pulls.values())
+            log_total = np.log(sum(self._pulls.values()))
             chosen = max(
-                self._arms,
-                key=lambda arm: (
-                    worth[arm.branch] + _ALLOWANCE * np.sqrt(np.log(total) / self._pulls[arm.branch])
-                ),
+                arms,
+                key=lambda arm: worth[arm.branch] + _ALLOWANCE * np.sqrt(log_total / self._pulls[arm.branch]),
             )
         self._pulls[chosen.branch] += 1
         return chosen.branch

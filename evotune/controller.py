@@ -5,7 +5,7 @@ clock, a device or Optuna. That is why a journal replays to the same candidates.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,8 @@ def randomness(seed: int, *where: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def decide(settings: Settings, history: History, exhausted: Callable[[int], bool]) -> Plan:
-    """The next step. `exhausted(n)` says whether n distinct configurations are all of a branch."""
+def decide(settings: Settings, history: History, legal_count: int | None = None) -> Plan:
+    """The next step. A branch has `legal_count` configurations, None for more than anybody tries."""
     step = history.steps
     if not history.entries:
         return Plan(step, (Slot(0, SEED_BRANCH, "baseline"),))
@@ -99,8 +99,7 @@ def decide(settings: Settings, history: History, exhausted: Callable[[int], bool
         if left > 0 and not history.of(branch.id):
             slots.append(Slot(len(history.entries) + _new(slots), branch.id, "first", start(history, branch)))
             left -= 1
-    open_branches = [name for name in _competing(settings, history) if not exhausted(len(history.of(name)))]
-    slots += _tuned(settings, history, open_branches, slots, left)
+    slots += _tuned(settings, history, slots, left, legal_count)
     mutation = _mutation(settings, history) if left > 0 else None
     return Plan(step, tuple(slots), mutation)
 
@@ -121,22 +120,18 @@ def _new(slots: Sequence[Slot]) -> int:
 
 
 def _tuned(
-    settings: Settings, history: History, branches: Sequence[str], taken: Sequence[Slot], left: int
+    settings: Settings, history: History, taken: Sequence[Slot], left: int, legal_count: int | None
 ) -> list[Slot]:
     """Fill the batch with candidates that the bandit hands out."""
-    count = min(settings.batch - len(taken), left)
-    if count <= 0 or not branches:
-        return []
-    bandit = Bandit(history, branches, settings.warmup)
     first = len(history.entries) + _new(taken)
-    return [
-        Slot(
-            first + i,
-            bandit.choose(np.random.default_rng(randomness(settings.seed, "branch", first + i))),
-            "tune",
-        )
-        for i in range(count)
-    ]
+    bandit = Bandit(history, _competing(settings, history), settings.warmup, legal_count)
+    slots = []
+    for index in range(first, first + min(settings.batch - len(taken), left)):
+        branch = bandit.choose(np.random.default_rng(randomness(settings.seed, "branch", index)))
+        if branch is None:
+            break
+        slots.append(Slot(index, branch, "tune"))
+    return slots
 
 
 def _competing(settings: Settings, history: History) -> list[str]:

@@ -8,24 +8,24 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import InMemoryStorage
 
-from evotune.controller import randomness
+from evotune.controller import Plan, randomness
 from evotune.errors import ProposalError, StudyError
-from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.evaluation import Evaluation, Evaluator
 from evotune.fitness.outcome import Failed, Outcome
-from evotune.history import fold
+from evotune.history import History, fold
 from evotune.journal import Journal, Lock, read
-from evotune.mutators.mutator import Proposal, Request
+from evotune.mutators.mutator import Mutator, Proposal, Request
 from evotune.records import Asked, BranchAdded, Judged, Record, Refusal
 from evotune.search_space.branch import Candidate
 from evotune.search_space.space import Space
 from evotune.setup import Setup, from_header
-from evotune.study import Opened, StudyRun, first_records
+from evotune.study import Opened, Planner, StudyRun, first_records, plan_next
 from evotune.trials import TrialBook, quiet
 
 Key = tuple[str, str]
@@ -123,20 +123,25 @@ def mutators_of(records: Sequence[Record], space: Space, seed: int) -> dict[str,
 def replay(directory: Path) -> tuple[Record, ...]:
     """Run a recorded study again from its journal alone and return the records of the second run.
 
-    Raises StudyError when the loop asks for a candidate that the journal has no result for: something that
-    decides has changed since.
+    A last step that was cut short is left out. Raises StudyError when the loop asks for something that was
+    not recorded: what decides has changed since.
     """
-    records = read(directory).records
+    records = _whole_steps(read(directory).records)
     history = fold(records)
     setup = from_header(history.begun.config, history.begun.base, directory)
-    seed = setup.config.study.seed
-    mutators: dict[str, Any] = mutators_of(records, setup.space, seed)
-    for name in setup.config.mutation.operators:
+    config = setup.config
+    study = config.study.model_copy(update={"trials": len(history.entries), "time_limit_s": None})
+    setup = replace(setup, config=config.model_copy(update={"study": study}))
+    mutators: dict[str, Any] = mutators_of(records, setup.space, study.seed)
+    for name in config.mutation.operators:
         mutators.setdefault(name, ReplayMutator(name, setup.space))
-    return run_in_memory(setup, ReplayEvaluator.of(records, setup.space), mutators)
+    evaluator = ReplayEvaluator.of(records, setup.space)
+    return run_in_memory(setup, evaluator, mutators, _as_recorded(records))
 
 
-def run_in_memory(setup: Setup, evaluator: Any, mutators: Mapping[str, Any]) -> tuple[Record, ...]:
+def run_in_memory(
+    setup: Setup, evaluator: Evaluator, mutators: Mapping[str, Mutator], planner: Planner = plan_next
+) -> tuple[Record, ...]:
     """The loop without a study directory or notes: for replays and for comparing samplers. The records."""
     quiet()
     with tempfile.TemporaryDirectory(prefix="evotune-replay-") as folder:
@@ -145,12 +150,36 @@ def run_in_memory(setup: Setup, evaluator: Any, mutators: Mapping[str, Any]) -> 
         opened = Opened(setup, Lock(directory), Journal(directory), [], book)
         for record in first_records(setup):
             opened.append(record)
-        StudyRun(opened, evaluator, mutators, furnishing=_nothing).run()
+        StudyRun(opened, evaluator, mutators, furnishing=_nothing, planner=planner).run()
         opened.close()
     return tuple(opened.records)
 
 
-def _nothing(setup: Setup, history: Any, asked: Asked, judged: Judged) -> tuple[str, Mapping[str, str]]:
+def _whole_steps(records: Sequence[Record]) -> tuple[Record, ...]:
+    """Records without the last step if one of its candidates has no result."""
+    asked = {record.trial: record for record in records if isinstance(record, Asked)}
+    judged = {record.trial for record in records if isinstance(record, Judged)}
+    # A candidate that a killed process left behind was asked for again in the same step, under another trial.
+    done = {(ask.step, ask.index) for trial, ask in asked.items() if trial in judged}
+    cut = [ask.step for ask in asked.values() if (ask.step, ask.index) not in done]
+    end = min(cut, default=None)
+    return tuple(r for r in records if end is None or getattr(r, "step", -1) < end)
+
+
+def _as_recorded(records: Sequence[Record]) -> Planner:
+    """Plan as the loop does, but no further than each step went: a study may have been given more trials."""
+    slots = {(record.step, record.index) for record in records if isinstance(record, Asked)}
+    proposals = {record.step for record in records if isinstance(record, BranchAdded | Refusal)}
+
+    def plan(setup: Setup, history: History) -> Plan:
+        full = plan_next(setup, history)
+        kept = tuple(slot for slot in full.slots if (full.step, slot.index) in slots)
+        return Plan(full.step, kept, full.mutation if full.step in proposals else None)
+
+    return plan
+
+
+def _nothing(setup: Setup, history: History, asked: Asked, judged: Judged) -> tuple[str, Mapping[str, str]]:
     return "", {}
 
 

@@ -173,6 +173,14 @@ def furnish(setup: Setup, history: History, asked: Asked, judged: Judged) -> tup
     return notes.note(history, asked, judged), files
 
 
+Planner = Callable[[Setup, History], Plan]
+
+
+def plan_next(setup: Setup, history: History) -> Plan:
+    """The step that follows a history."""
+    return decide(setup.settings, history, setup.space.legal_count())
+
+
 class StudyRun:
     """One run of the loop over an opened study."""
 
@@ -185,6 +193,7 @@ class StudyRun:
         observers: Sequence[Observer] = (),
         stop: Stop | None = None,
         furnishing: Furnish = furnish,
+        planner: Planner = plan_next,
     ) -> None:
         self.opened = opened
         self.setup = opened.setup
@@ -193,6 +202,7 @@ class StudyRun:
         self._observers = observers
         self._stop = stop or Stop()
         self._furnish = furnishing
+        self._planner = planner
         self._before_s = self.history.elapsed_s
         self._begun = time.monotonic()
         config = self.setup.config
@@ -226,7 +236,7 @@ class StudyRun:
             if limit is not None and self.elapsed_s >= limit:
                 return End.TIME
             before = fold(self.opened.records, before_step=step)
-            plan = decide(self.setup.settings, before, self.setup.space.exhausted)
+            plan = self._planner(self.setup, before)
             if not plan.slots and plan.mutation is None:
                 done = len(before.entries) >= self.setup.config.study.trials
                 return End.TRIALS if done else End.EXHAUSTED

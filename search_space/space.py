@@ -153,9 +153,9 @@ class Space:
                     found.append(other)
         return found
 
-    def exhausted(self, seen: int) -> bool:
-        """Whether `seen` distinct legal cells are all there are; known only for grids that can be listed."""
-        return self.size <= _LISTED_GRID and seen >= len(self._list())
+    def legal_count(self) -> int | None:
+        """How many configurations are legal; None for a grid too large to list."""
+        return len(self._list()) if self.size <= _LISTED_GRID else None
 
     def to_vector(self, knobs: Any) -> npt.NDArray[np.float64]:
         """Ordinal coordinates in [0, 1], one per knob; for models that want numbers."""

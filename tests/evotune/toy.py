@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,14 @@ from evotune.fitness.outcome import Failed, Failure, Measurement, Outcome, Passe
 from evotune.mutators.mutator import Proposal, Request
 from evotune.search_space.branch import Candidate, replace_stage, stages
 from evotune.search_space.space import knob
-from evotune.search_space.template import Constant, Language, Specialization, Unit
+from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
 
-from evotune.errors import DeviceLost, ProposalError, StudyError
-from evotune.setup import Setup
+from evotune.config import load
+from evotune.errors import DeviceError, DeviceLost, ProposalError, StudyError
+from evotune.history import fold
+from evotune.records import Record
+from evotune.setup import Setup, mutators, resolve
+from evotune.study import Stop, StudyRun, begin, resume
 
 SOURCE = """// frame
 // EVOLVE-BEGIN body
@@ -53,6 +58,7 @@ class ToyTemplate:
     knobs: type[Any] = ToyKnobs
     source: str = SOURCE
     nothing_legal: bool = False
+    only_tile: int = 0
 
     def default(self, spec: Specialization) -> ToyKnobs:
         return ToyKnobs()
@@ -60,6 +66,8 @@ class ToyTemplate:
     def why_not(self, knobs: Any, spec: Specialization) -> str | None:
         if self.nothing_legal:
             return "the toy allows nothing"
+        if self.only_tile and (knobs.tile, knobs.unroll) != (self.only_tile, 1):
+            return f"the tile must be {self.only_tile}, not unrolled"
         if knobs.tile * knobs.unroll > 128:
             return f"{knobs.tile * knobs.unroll} registers exceed 128"
         return None
@@ -213,8 +221,6 @@ class ToyMutator:
 
     @staticmethod
     def _new(request: Request, proposal: Proposal) -> bool:
-        from evotune.search_space.template import digest
-
         return digest(proposal.source) not in request.tried
 
     @staticmethod
@@ -235,14 +241,13 @@ def losing_device(setup: Setup) -> ToyDevice:
 
 
 def missing_device(setup: Setup) -> ToyDevice:
-    from evotune.errors import DeviceError
-
     raise DeviceError("there is no toy device here")
 
 
 TEMPLATE = ToyTemplate()
 BROKEN_TEMPLATE = ToyTemplate(source=SOURCE.replace("int speed = 1;", "int wrong; int speed = 1;"))
 EMPTY_TEMPLATE = ToyTemplate(nothing_legal=True)
+SMALL_TEMPLATE = ToyTemplate(only_tile=8)
 OPERATOR = ToyOperator()
 
 STUDY = """
@@ -272,3 +277,47 @@ name = "short"
 group = "short"
 size = 10
 """
+
+
+def study_file(folder: Path, *edits: tuple[str, str]) -> Path:
+    """A study.toml in a folder, with replacements in `STUDY`; each must apply."""
+    text = STUDY
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "toy.toml"
+    path.write_text(text)
+    return path
+
+
+def setup_of(path: Path, **overrides: Any) -> Setup:
+    dotted = {f"study.{key}": value for key, value in overrides.items()}
+    return resolve(load(path, dotted), path.parent)
+
+
+def run_study(
+    setup: Setup, device: ToyDevice | None = None, resumed: bool = False, stop: Stop | None = None
+) -> StudyRun:
+    """Begin or resume a study and run it to its end."""
+    opened = resume(setup.directory, setup) if resumed else begin(setup)
+    judge = device or ToyDevice(setup)
+    try:
+        loop = StudyRun(opened, judge, mutators(setup), stop=stop)
+        loop.run()
+    finally:
+        judge.close()
+        opened.close()
+    return loop
+
+
+def found(records: Sequence[Record]) -> list[tuple[int, str, dict[str, Any], Any]]:
+    """What a study found: candidate, branch, knobs, outcome; the last ask of each."""
+    return [
+        (
+            entry.asked.index,
+            entry.asked.branch,
+            dict(entry.asked.knobs),
+            entry.judged and entry.judged.outcome,
+        )
+        for entry in fold(records).entries
+    ]

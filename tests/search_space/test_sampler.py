@@ -118,7 +118,7 @@ def test_a_space_is_exhausted_without_repeats_and_then_says_so(name: str) -> Non
     space = grid([3, 4], rule=lambda cell: cell != (1, 1))
     order = search(name, space, lambda cell: (float(sum(cell)),), seed=0, trials=11, directions=["maximize"])
     assert len(set(order)) == 11
-    assert space.exhausted(11)
+    assert space.legal_count() == 11
     with pytest.raises(StudyError, match="all 11 legal configurations"):
         search(name, space, lambda cell: (1.0,), seed=0, trials=12, directions=["maximize"])
 
