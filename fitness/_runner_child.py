@@ -2,7 +2,7 @@
 
 Runs as a script of its own inside the sandbox, `python -I -S _runner_child.py SPEC`, and so imports the
 standard library only. SPEC is JSON: {"arena": fd, "arena_bytes": n, "requests": fd, "replies": fd, "cpu": n
-or null, "seccomp": hex or "", "objects": [[path, entry, kinds], …]}; `kinds` has one letter per argument: p
+or null, "seccomp": hex or "", "objects": [[fd, entry, kinds], …]}; `kinds` has one letter per argument: p
 pointer, i int64, f float.
 
 It knows no truth and decides nothing: it maps the shared arena, loads, shuts itself in with seccomp, then
@@ -45,8 +45,9 @@ def install_filter(program: bytes) -> None:
 class _Object:
     """A loaded candidate: its entry with argument types, and its workspace query."""
 
-    def __init__(self, path: str, entry: str, kinds: str) -> None:
-        library = ctypes.CDLL(path)
+    def __init__(self, fd: int, entry: str, kinds: str) -> None:
+        library = ctypes.CDLL(f"/proc/self/fd/{fd}")
+        os.close(fd)
         self.kinds = kinds
         self.entry = getattr(library, entry)
         self.entry.restype = None
@@ -133,12 +134,12 @@ def read_exactly(fd: int, size: int) -> bytes:
     return data
 
 
-def load(objects: list[list[str]]) -> tuple[int, int, list[_Object]]:
+def load(objects: list[tuple[int, str, str]]) -> tuple[int, int, list[_Object]]:
     """(status, index of the object at fault, objects)."""
     loaded = []
-    for index, (path, entry, kinds) in enumerate(objects):
+    for index, (fd, entry, kinds) in enumerate(objects):
         try:
-            loaded.append(_Object(path, entry, kinds))
+            loaded.append(_Object(fd, entry, kinds))
         except OSError:
             return CANNOT_LOAD, index, []
         except AttributeError:

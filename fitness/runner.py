@@ -100,6 +100,9 @@ class Runner:
     def _start(self, objects: Sequence[Loadable], sandbox: Sandbox, cpu: int | None) -> Child:
         self._replies, reply_end = os.pipe()
         request_end, self._requests = os.pipe()
+        # Copies in memory: what is loaded is what was read here, and any user the walls choose may read it.
+        libraries = [_memory_copy(item.path) for item in objects]
+        fds = (self.arena.fd, request_end, reply_end, *libraries)
         spec = {
             "arena": self.arena.fd,
             "arena_bytes": self.arena.size,
@@ -107,19 +110,15 @@ class Runner:
             "replies": reply_end,
             "cpu": cpu,
             "seccomp": judge_filter().hex() if supported() else "",
-            "objects": [[str(item.path.resolve()), item.entry, item.kinds] for item in objects],
+            "objects": [[fd, item.entry, item.kinds] for fd, item in zip(libraries, objects, strict=True)],
         }
         command = [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(spec)]
+        cell = Cell(read_only=(*python_paths(), _SCRIPT), pass_fds=fds, limits=_limits(self.arena.size))
         try:
-            cell = Cell(
-                read_only=(*python_paths(), _SCRIPT, *(item.path.resolve() for item in objects)),
-                pass_fds=(self.arena.fd, request_end, reply_end),
-                limits=_limits(self.arena.size),
-            )
             return sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         finally:
-            os.close(request_end)
-            os.close(reply_end)
+            for fd in fds[1:]:
+                os.close(fd)
 
     def _greet(self, objects: Sequence[Loadable]) -> None:
         """Reply 0: the process is up; until then no byte of a candidate was mapped. Reply 1: loaded."""
@@ -245,6 +244,15 @@ _MEANING = {
     "SIGKILL": "killed, such as for too much memory",
     "SIGXCPU": "used up its CPU time",
 }
+
+
+def _memory_copy(path: Path) -> int:
+    """A memfd with the contents of a file. Raises OSError."""
+    data = path.read_bytes()
+    fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as stream:
+        stream.write(data)
+    return fd
 
 
 def _limits(arena_bytes: int) -> Limits:

@@ -21,6 +21,7 @@ _UNIT_ROUNDOFF = 2.0**-24
 SOURCE = """\
 #include <math.h>
 #include <stdint.h>
+#define EXPORT __attribute__((visibility("default")))
 
 // EVOLVE-BEGIN sum_squares
 static inline float sum_squares(const float *x) {
@@ -42,12 +43,12 @@ static inline void scale_row(const float *x, const float *weight, float *y, floa
 }
 // EVOLVE-END scale_row
 
-int64_t rmsnorm_workspace(int64_t rows) {
+EXPORT int64_t rmsnorm_workspace(int64_t rows) {
     return rows * (int64_t)sizeof(float);
 }
 
 // The factors go through the workspace, so that a test may break how it is used.
-void rmsnorm(const float *x, const float *weight, float *y, void *workspace, int64_t rows, float eps) {
+EXPORT void rmsnorm(const float *x, const float *weight, float *y, void *workspace, int64_t rows, float eps) {
     float *factors = workspace;
     for (int64_t r = 0; r < rows; r++)
         factors[r] = 1.0f / sqrtf(sum_squares(x + r * D) / D + eps);

@@ -28,7 +28,7 @@ def row(statement: str) -> str:
 
 def with_static(declaration: str, statements: str) -> str:
     return head(statements).replace(
-        "int64_t rmsnorm_workspace", f"{declaration}\nint64_t rmsnorm_workspace", 1
+        "EXPORT int64_t rmsnorm_workspace", f"{declaration}\nEXPORT int64_t rmsnorm_workspace", 1
     )
 
 
@@ -77,7 +77,7 @@ BUGS = {
     ),
     "changes after a while": (
         off_by("(calls > 10) * 1e-6f")
-        .replace("int64_t rmsnorm_workspace", "static int calls;\nint64_t rmsnorm_workspace", 1)
+        .replace("EXPORT int64_t rmsnorm_workspace", "static int calls;\nEXPORT int64_t rmsnorm_workspace", 1)
         .replace(_HEAD, f"{_HEAD} calls++;"),
         Stage.INTEGRITY,
         Failure.UNSTABLE,

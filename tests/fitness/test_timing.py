@@ -132,8 +132,8 @@ def test_a_breach_while_timed_is_wrong(bench: Bench, statement: str) -> None:
 
 def test_replayed_outputs_are_wrong(bench: Bench) -> None:
     source = SOURCE.replace(
-        "int64_t rmsnorm_workspace",
-        "static float kept[1 << 16]; static int64_t kept_rows;\nint64_t rmsnorm_workspace",
+        "EXPORT int64_t rmsnorm_workspace",
+        "static float kept[1 << 16]; static int64_t kept_rows;\nEXPORT int64_t rmsnorm_workspace",
         1,
     ).replace(
         _HEAD,
