@@ -31,7 +31,7 @@ from evotune.errors import StudyError
 _FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp-simd", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector", "-U_FORTIFY_SOURCE"),
-    *("-fno-asynchronous-unwind-tables", "-fno-ident", "-Werror=implicit-function-declaration"),
+    *("-g0", "-fno-asynchronous-unwind-tables", "-fno-ident", "-Werror=implicit-function-declaration"),
     *("-fdiagnostics-color=never", "-pipe"),
 )
 # Not every compiler knows these; each is used where it is accepted.
@@ -43,7 +43,11 @@ _OPTIONAL_FLAGS = (
     "-fno-sanitize=all",
 )
 _SOURCE, _OBJECT, _STACK_USAGE = "kernel.c", "kernel.o", "kernel.su"
-_LINK_FLAGS = ("-shared", "-nostartfiles", "-nostdlib", "-Wl,-z,relro,-z,now,-z,noexecstack,--hash-style=gnu")
+_ZIG_LINK_FLAGS = ("-shared", "-z", "relro", "-z", "now", "-z", "noexecstack", "--hash-style=gnu")
+_LINK_FLAGS = (
+    *("-shared", "-nostartfiles", "-nostdlib", "-fno-lto"),
+    "-Wl,-z,relro,-z,now,-z,noexecstack,--hash-style=gnu,--build-id=none",
+)
 _MAX_STACK_USAGE_BYTES = 1 << 20
 _PROBE = "int kernel_probe(int x) { return x + 1; }\n"
 
@@ -99,10 +103,43 @@ class Compiler:
 
     def run(self, arguments: list[str], scratch: Path, sandbox: Sandbox, limits: Limits) -> Completed:
         """The driver with these arguments, inside the walls, in `scratch`. Raises SandboxError, OSError."""
-        cell = Cell(
+        return sandbox.run([*self.command, *arguments], self._cell(scratch, limits))
+
+    def link(self, arguments: list[str], scratch: Path, sandbox: Sandbox, limits: Limits) -> Completed:
+        """Make a shared object that may need libm and libmvec only. Raises SandboxError, OSError.
+
+        zig's driver adds its own C library and start-up code, so its linker is called directly.
+        """
+        if self.is_zig:
+            line = [
+                self.command[0],
+                "ld.lld",
+                *_ZIG_LINK_FLAGS,
+                *arguments,
+                "--as-needed",
+                *_math_libraries(),
+            ]
+        else:
+            line = [*self.command, *_LINK_FLAGS, *arguments, "-Wl,--as-needed", "-lm"]
+        return sandbox.run(line, self._cell(scratch, limits))
+
+    def _cell(self, scratch: Path, limits: Limits) -> Cell:
+        return Cell(
             scratch=scratch, read_only=self.read_only, environment=dict(self.environment), limits=limits
         )
-        return sandbox.run([*self.command, *arguments], cell)
+
+
+def _math_libraries() -> list[str]:
+    """Paths of glibc's libm and libmvec, for a linker that is called without a driver that knows them."""
+    machine = platform.machine()
+    places = [
+        Path(f"/usr/lib/{machine}-linux-gnu"),
+        Path("/usr/lib64"),
+        Path("/usr/lib"),
+        Path(f"/lib/{machine}-linux-gnu"),
+    ]
+    found = [place / name for name in ("libm.so.6", "libmvec.so.1") for place in places]
+    return list({path.name: str(path) for path in reversed(found) if path.exists()}.values())
 
 
 def _zig() -> str | None:
@@ -181,8 +218,7 @@ class HostToolchain:
 
     def link(self, objects: list[str], output: str, scratch: Path, limits: Limits) -> Completed:
         """Link relocatable objects in `scratch` into a shared object that may need libm and libmvec only."""
-        command = [*_LINK_FLAGS, "-fno-lto", "-o", output, *objects, "-Wl,--as-needed", "-lm"]
-        return self.compiler.run(command, scratch, self._sandbox, limits)
+        return self.compiler.link(["-o", output, *objects], scratch, self._sandbox, limits)
 
     def close(self) -> None:
         """Nothing is kept warm."""

@@ -6,7 +6,7 @@ judge calls it (constructors, IFUNC), outlives a call (writable data, thread-loc
 what may be there, never what may not.
 
 System-call instructions are not searched for. In a byte stream `0f 05` is also part of displacements and
-immediates (none in 36 objects of the host template, but an honest kernel should not fail by such luck), and a
+immediates (1 of 72 honest objects of the host template, gcc 12 and clang 22, has it by such luck), and a
 kernel can reach those of libc by counting from the address of memcpy. The wall against them is the judge's
 seccomp filter (`seccomp.judge_filter`), which holds whatever the bytes are.
 """

@@ -101,7 +101,14 @@ def main() -> None:
     restrict(spec["read"], spec["write"])
     if spec["seccomp"]:
         install_filter(bytes.fromhex(spec["seccomp"]))
-    os.execvp(sys.argv[2], sys.argv[2:])
+    # No import and no traceback from here on: the library may lie where this process can no longer read.
+    for place in [""] if "/" in sys.argv[2] else os.environ["PATH"].split(":"):
+        try:
+            os.execv(os.path.join(place, sys.argv[2]), sys.argv[2:])
+        except OSError as error:
+            problem = error.strerror
+    os.write(2, f"{sys.argv[2]}: {problem}\n".encode())
+    os._exit(127)
 
 
 if __name__ == "__main__":

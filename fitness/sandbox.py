@@ -393,7 +393,8 @@ class _Landlock:
     python: str
 
     def launch(self, command: Sequence[str], cell: Cell) -> _Launch:
-        uid = _FIRST_UID + random.SystemRandom().randrange(_UIDS) if os.getuid() == 0 else None
+        shared = os.getuid() == 0 and all(_open_to_all(path) for path in cell.read_only)
+        uid = _FIRST_UID + random.SystemRandom().randrange(_UIDS) if shared else None
         write = [*_DEVICES[:3], *map(str, cell.devices)]
         if cell.scratch is not None:
             write.append(str(cell.scratch.resolve()))
@@ -444,6 +445,11 @@ def _resource_limits(limits: Limits, processes: int) -> list[tuple[int, int]]:
         (resource.RLIMIT_CORE, 0),
     ]
     return values if limits.memory_bytes is None else [*values, (resource.RLIMIT_AS, limits.memory_bytes)]
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether any user can reach the path."""
+    return all(os.stat(place).st_mode & 0o001 for place in (path, *path.parents) if place.is_dir())
 
 
 def _give(scratch: Path, uid: int) -> None:
@@ -518,9 +524,10 @@ class Sandbox:
             tried.append(problem)
         else:
             tried.append("this kernel has no Landlock")
+        reasons = "; ".join(dict.fromkeys(tried))
         if unsafe:
-            return cls(Level.NONE, _Open(), "; ".join(tried))
-        raise SandboxError(f"no sandbox holds on this machine ({'; '.join(tried)}). {_MEND}")
+            return cls(Level.NONE, _Open(), reasons)
+        raise SandboxError(f"no sandbox holds on this machine ({reasons}). {_MEND}")
 
     def _problem(self) -> str | None:
         """Why these walls do not hold, or None."""
@@ -551,6 +558,8 @@ class Sandbox:
                 "the list of other processes of the machine is not hidden",
                 "memory outside scratch files is limited per process only",
             ]
+            if os.getuid() == 0:
+                weaker.append("a command that needs files below a private directory of root's runs as root")
             if landlock.abi() < 6:
                 weaker.append("signals to other processes of the same user are not stopped")
         else:
