@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evotune.errors import StudyError
-from evotune.fitness.cute_toolchain import ptx_digest
+from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
+from evotune.fitness.host_toolchain import HostToolchain
 from evotune.fitness.outcome import Failed, Resources, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, Toolchain
-from evotune.plugins import load
+from evotune.plugins import nearest
 from evotune.search_space.space import Space
 from evotune.search_space.template import Constant, Specialization, Unit, digest
 from evotune.setup import Setup
@@ -41,14 +42,14 @@ _OBJECTIVES: Mapping[str, Mapping[str, bool]] = {
     "sm_90a": {"registers": False, "shared_bytes": False, "blocks_per_sm": True},
     "host": {"code_bytes": False, "stack_bytes": False},
 }
-TOOLCHAINS: Mapping[str, str] = {
-    "sm_90a": "evotune.fitness.cute_toolchain:CuteToolchain",
-    "host": "evotune.fitness.host_toolchain:HostToolchain",
+TOOLCHAINS: Mapping[str, Callable[[Sandbox], Toolchain]] = {
+    "host": HostToolchain,
+    "sm_90a": lambda sandbox: CuteToolchain(),
 }
 BUILD_LIMITS = Limits(wall_s=60.0)
 FILE = "dry-run.json"
 _MOST = 40
-_SHOWN = ("registers", "spill_bytes", "stack_bytes", "shared_bytes", "threads", "blocks_per_sm", "code_bytes")
+_SHOWN = ("registers", "spill_bytes", "shared_bytes", "blocks_per_sm", "stack_bytes", "code_bytes")
 _MARK = "evotune dry run"
 _CELLS = 2000  # drawn to estimate which part of the grid is legal: ± 2 % at two standard errors
 _BRANCH = "b00"
@@ -140,12 +141,13 @@ def run(setup: Setup, count: int, *, on_row: Callable[[Inspected], None] = lambd
     `on_row` is called for every row as it comes. Raises SandboxError, and StudyError: no toolchain for the
     target, a storage that cannot be opened.
     """
-    toolchain = toolchain_for(setup.template.target)
+    sandbox = Sandbox.detect(unsafe=setup.unsafe)
+    toolchain = toolchain_for(setup.template.target, sandbox)
     seed, space = setup.config.study.seed, setup.space
     rows = []
     try:
         chosen = configurations(space, count, seed)
-        for row in inspect_all(space, chosen, toolchain, Sandbox.detect(unsafe=setup.unsafe), BUILD_LIMITS):
+        for row in inspect_all(space, chosen, toolchain, sandbox, BUILD_LIMITS):
             rows.append(row)
             on_row(row)
     finally:
@@ -166,10 +168,11 @@ def run(setup: Setup, count: int, *, on_row: Callable[[Inspected], None] = lambd
     return found
 
 
-def toolchain_for(target: str) -> Toolchain:
+def toolchain_for(target: str, sandbox: Sandbox) -> Toolchain:
     """The compiler of a target. Raises StudyError when there is none or it is not installed."""
-    made: Toolchain = load(target, TOOLCHAINS, "toolchain")()
-    return made
+    if target not in TOOLCHAINS:
+        raise StudyError(f"no toolchain for target {target}; {nearest(target, TOOLCHAINS)}")
+    return TOOLCHAINS[target](sandbox)
 
 
 def legality(space: Space, seed: int) -> Legality:
@@ -340,32 +343,41 @@ def note(rows: Sequence[Inspected]) -> str:
 
 
 def table(run: DryRun) -> "Table":
-    """Rows for a terminal: knobs that differ from the default, and what was read from the object."""
+    """Rows for a terminal: knobs that differ from the default's, and what was read from the object."""
     from rich.table import Table
 
+    default = run.rows[0].knobs if run.rows else {}
     present = {key for row in run.rows for key in row.resources}
     columns = [key for key in _SHOWN if key in present]
-    made = Table(title=f"{run.study}: dry run of {run.template} for {run.target}")
+    several = len({row.specialization for row in run.rows}) > 1
+    made = Table(title=f"{run.study}: dry run of {run.template} for {run.target}", caption=_knobs(default))
     made.add_column("#", justify="right")
-    made.add_column("knobs (0 in full, then what differs)")
-    made.add_column("object")
+    made.add_column("knobs, where not the default's", overflow="fold")
+    if several:
+        made.add_column("object", overflow="fold")
     for key in columns:
-        made.add_column(key, justify="right")
+        made.add_column(key.replace("_", " "), justify="right")
     made.add_column("verdict")
-    default = run.rows[0].knobs if run.rows else {}
     for row in run.rows:
-        shown = row.knobs if row.number == 0 else {k: v for k, v in row.knobs.items() if default[k] != v}
-        verdict = f"{row.failure}: {row.detail}" if row.failure else "built"
-        if row.twin is not None:
-            verdict += f", same code as {row.twin}"
+        differing = {knob: value for knob, value in row.knobs.items() if default[knob] != value}
         made.add_row(
             str(row.number),
-            " ".join(f"{knob}={value}" for knob, value in shown.items()),
-            row.specialization,
+            _knobs(differing) or "default",
+            *([row.specialization] if several else []),
             *(str(row.resources.get(key, "")) for key in columns),
-            verdict,
+            _verdict(row),
         )
     return made
+
+
+def _knobs(knobs: Mapping[str, Constant]) -> str:
+    return " ".join(f"{knob}={value}" for knob, value in knobs.items())
+
+
+def _verdict(row: Inspected) -> str:
+    if row.failure:
+        return f"{row.failure}: {row.detail}"
+    return "built" if row.twin is None else f"same code as {row.twin}"
 
 
 def summary(run: DryRun) -> str:

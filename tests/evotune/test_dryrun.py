@@ -69,7 +69,7 @@ def setup_of(tmp_path: Path, **study: Any) -> Setup:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dryrun, "toolchain_for", lambda target: FakeToolchain())
+    monkeypatch.setattr(dryrun, "toolchain_for", lambda target, sandbox: FakeToolchain())
     FakeToolchain.closed = 0
     yield
     assert FakeToolchain.closed == 1
@@ -153,7 +153,7 @@ class TestRun:
     def test_a_second_dry_run_takes_the_place_of_the_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(dryrun, "toolchain_for", lambda target: FakeToolchain())
+        monkeypatch.setattr(dryrun, "toolchain_for", lambda target, sandbox: FakeToolchain())
         setup = setup_of(tmp_path)
         dryrun.run(setup, 6)
         dryrun.run(setup, 4)
@@ -179,9 +179,9 @@ class TestRun:
             assert "of 6 objects built" in printed
             assert "toy-dry-run" in printed
 
-    def test_a_target_without_a_toolchain_is_one_line(self, tmp_path: Path) -> None:
-        with pytest.raises(StudyError, match="no toolchain named sm_75"):
-            dryrun.toolchain_for("sm_75")
+    def test_a_target_without_a_toolchain_is_one_line(self) -> None:
+        with pytest.raises(StudyError, match="no toolchain for target sm_90; did you mean sm_90a"):
+            dryrun.toolchain_for("sm_90", Sandbox.detect())
 
 
 class TestShowing:
@@ -202,8 +202,9 @@ class TestShowing:
     def test_the_table_names_what_differs_from_the_default(self) -> None:
         printed = StringIO()
         Console(width=160, file=printed).print(dryrun.table(self.run()))
-        lines = [line for line in printed.getvalue().splitlines() if "plain" in line]
-        assert "tile=8 warps=4" in lines[0]
+        assert "tile=8 warps=4" in printed.getvalue().splitlines()[-1]  # the default's, under the table
+        lines = [line for line in printed.getvalue().splitlines() if "│" in line]
+        assert "default" in lines[0]
         assert "80" in lines[0]
         assert "tile=16" in lines[1]
         assert "warps" not in lines[1]
@@ -268,3 +269,13 @@ def test_the_hopper_study_builds_with_no_device(tmp_path: Path) -> None:
         assert row.resources["threads"] == row.predicted["threads"]
     study = optuna.load_study(study_name="kda_h200-dry-run", storage=storage_at(setup.directory, ""))
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
+
+
+def test_a_host_study_is_inspected_too(tmp_path: Path) -> None:
+    tables = {
+        "study": {"name": "toy", "template": "kda_host"},
+        "workload": [{"name": "w", "length": 64}],
+    }
+    found = dryrun.run(resolve(parse(tables, "study.toml"), tmp_path), 4)
+    assert not found.failures
+    assert all(row.resources["code_bytes"] > 0 for row in found.rows)
