@@ -26,7 +26,7 @@ from evotune.fitness.operator import Level, Operator, Workload, specialization
 from evotune.fitness.outcome import Artifact, Failed, Outcome, Passed, Retry
 from evotune.fitness.runner import Loadable, Runner, kinds, timing_cpu
 from evotune.fitness.sandbox import Sandbox
-from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan, merged
+from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Template
 
@@ -81,13 +81,15 @@ class Confirmation:
     """A candidate judged and timed anew with data that never chose it.
 
     Attributes:
-        timed: against the baseline, samples of several blocks together.
-        naive_us: time of the operator's numpy form by workload name.
+        artifacts: what was built and judged; see `HostEvaluator.library`.
+        blocks: against the baseline, each on problems of its own.
+        naive_us: time of the operator's numpy form by workload name, measured after each block.
     """
 
+    artifacts: Artifacts
     report: GateReport
-    timed: Timed
-    naive_us: Mapping[str, float]
+    blocks: tuple[Timed, ...]
+    naive_us: tuple[Mapping[str, float], ...]
 
 
 class _Stop(Exception):
@@ -123,6 +125,8 @@ class HostEvaluator:
         store = Cache(cache or default_cache_directory())
         self._builder = Builder(toolchain, self._sandbox, store, self._settings.build, self._linker)
         self._gate = Gate(problem.operator)
+        # Its cases never chose a candidate. Solving them takes seconds, so that confirmations share them.
+        self._second_gate = Gate(problem.operator)
         self._baseline: Session | None = None
         # One thread: order of submission is kept, and a runner dies with the thread that started it.
         self._judge = ThreadPoolExecutor(1, thread_name_prefix="judge")
@@ -149,7 +153,7 @@ class HostEvaluator:
 
         def work() -> GateReport:
             with closing(self._session(artifacts)) as session:
-                return Gate(self.problem.operator).judge(session, self._specs, level)
+                return self._second_gate.judge(session, self._specs, level)
 
         return self._ask(work)
 
@@ -158,15 +162,25 @@ class HostEvaluator:
         builds = self._start_builds(candidate)
 
         def work() -> Confirmation:
-            gate = Gate(self.problem.operator)
-            with closing(self._session(_collect(builds))) as session:
+            gate, artifacts = self._second_gate, _collect(builds)
+            with closing(self._session(artifacts)) as session:
                 report = gate.judge(session, self._specs, "full")
                 if report.failed is not None:
                     raise _Stop(report.failed)
-                timed = merged([self._time(session, gate) for _ in range(blocks)])
-            return Confirmation(report, timed, self._naive_us(gate))
+                timed, naive_us = [], []
+                for _ in range(blocks):
+                    timed.append(self._time(session, gate))
+                    naive_us.append(self._naive_us(gate))
+            return Confirmation(artifacts, report, tuple(timed), tuple(naive_us))
 
         return self._ask(work)
+
+    def library(self, artifact: Artifact) -> bytes:
+        """The linked form of an object that was judged here. Raises SandboxError, OSError."""
+        linked = self._linker.link(artifact)
+        if isinstance(linked, Failed):
+            raise SandboxError(f"an object that linked before does not any more: {linked.detail}")
+        return linked.read_bytes()
 
     def close(self) -> None:
         """See `Evaluator.close`. A judgement in progress ends first: calls are bounded by their timeouts."""
