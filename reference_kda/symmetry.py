@@ -98,7 +98,7 @@ class Symmetry:
         """[N, HV, V, K]."""
         N, HV, V, K = state.shape
         index = (self.value_head[:, None, None] * V + self.v_channel[:, None]) * K + self.k_channel
-        moved = state.reshape(N, -1).take(index.reshape(-1), axis=1).reshape(N, HV, V, K)
+        moved = state.reshape(N, HV * V * K).take(index.reshape(-1), axis=1).reshape(N, HV, V, K)
         factor = self.v_factor[:, :, None] * self.k_sign[self.head_of][:, None, :]
         return _times(moved, factor)
 
