@@ -27,6 +27,9 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Objects hide what they do not export by name. */
+#define EXPORT __attribute__((visibility("default")))
+
 #define RECURRENT 0
 #define CHUNKED 1
 #define TILE 0 /* STATE: compact [K][VALUE_TILE] on the stack */
@@ -588,7 +591,7 @@ static int64_t debug_floats(int64_t N, int64_t T, int64_t HV) {
     return PAD16(T * HV * K) + PAD16(T * HV * V) + (T / CHUNK + N) * HV * K * V;
 }
 
-int64_t kda_forward_workspace(int64_t N, int64_t T, int64_t H, int64_t HV) {
+EXPORT int64_t kda_forward_workspace(int64_t N, int64_t T, int64_t H, int64_t HV) {
     (void)H;
     int64_t bytes = PAD16(debug_floats(N, T, HV)) * (int64_t)sizeof(float);
     if (STATE == ROWS) bytes += K * V * (int64_t)sizeof(float);
@@ -596,7 +599,7 @@ int64_t kda_forward_workspace(int64_t N, int64_t T, int64_t H, int64_t HV) {
     return bytes;
 }
 
-void kda_forward(const io_t *q, const io_t *k, const io_t *v, const gate_t *g, const gate_t *beta,
+EXPORT void kda_forward(const io_t *q, const io_t *k, const io_t *v, const gate_t *g, const gate_t *beta,
                  const float *A_log, const float *dt_bias, const float *initial_state, const int64_t *cu_seqlens,
                  io_t *o, float *final_state, void *workspace, int64_t N, int64_t T, int64_t H, int64_t HV,
                  float scale, float lower_bound) {
