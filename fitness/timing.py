@@ -6,11 +6,12 @@ problem, and the pairs of timed calls run, half of them candidate first, in rand
 is fixed beforehand: nothing a kernel does can stop the block early but a fault. Afterwards the outputs of
 every call are compared with the truth and its buffers looked at: what was timed is what was right.
 
-A runner's clock is its own. The parent waits for every answer and so bounds each time from above
-(`Runner.call`); from below it compares what it waited beyond the reported time with the same for the
-baseline. A candidate whose median surplus exceeds the baseline's by more than `clock_slack_us` +
-`clock_slack` x its reported time, in two blocks of two, is FORGED. So is a time below the operator's
-physical floor.
+A runner's clock is its own. The parent waits for every answer, so no time can be longer than it waited
+(`Runner.call`). Nor can the median of the reported times be much shorter than the *shortest* wait: noise only
+lengthens a wait, and to move a median a forger must lie in half of the calls while the work still takes its
+time in all of them. A candidate that is below by more than `clock_slack_us` + `clock_slack` x its reported
+time, what the baseline's shortest answer takes beyond its own time allowed for, in two blocks of two, is
+FORGED. So is a time below the operator's physical floor.
 """
 
 import secrets
@@ -126,11 +127,6 @@ class _Side:
     def samples_us(self) -> tuple[float, ...]:
         return tuple(call.inside_ns / 1e3 for call in self.calls)
 
-    @property
-    def surplus_us(self) -> float:
-        """Median of what the parent waited beyond the reported time."""
-        return median((call.outside_ns - call.inside_ns) / 1e3 for call in self.calls)
-
 
 @dataclass
 class _Block:
@@ -166,11 +162,11 @@ class _Block:
         return Measurement(workload.name, workload.group, self.mine.samples_us, self.theirs.samples_us)
 
     def hidden_us(self, plan: TimingPlan) -> float:
-        """By how much the candidate's surplus exceeds what is allowed; negative when the clocks agree."""
-        allowed = (
-            self.theirs.surplus_us + plan.clock_slack_us + plan.clock_slack * median(self.mine.samples_us)
-        )
-        return self.mine.surplus_us - allowed
+        """By how much the shortest wait exceeds what the candidate's times explain; negative: all is well."""
+        reported_us = median(self.mine.samples_us)
+        passing_us = min(call.outside_ns - call.inside_ns for call in self.theirs.calls) / 1e3
+        waited_us = min(call.outside_ns for call in self.mine.calls) / 1e3
+        return waited_us - passing_us - reported_us * (1 + plan.clock_slack) - plan.clock_slack_us
 
     def judge(self) -> tuple[float, Failed | None]:
         """Look at all buffers and all outputs: (largest error over bound, failure)."""
