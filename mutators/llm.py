@@ -7,6 +7,7 @@ candidate, in `repair`. What the model writes is data: compiled in the sandbox a
 import dataclasses
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from evotune.fitness.outcome import Failed
 from evotune.mutators import patch, prompt
@@ -15,6 +16,7 @@ from evotune.mutators.litellm_client import LiteLlmClient
 from evotune.mutators.metered import MeteredClient
 from evotune.mutators.mutator import Proposal, Request, Standing
 from evotune.mutators.transcript import FILE, ReplayClient, Transcript
+from evotune.search_space.space import Space
 from evotune.search_space.template import digest
 
 from evotune.errors import PatchError, ProposalError
@@ -36,41 +38,35 @@ class LlmMutator:
 
         Raises StudyError when a person must act.
         """
-        rng = Random(request.seed)
-        parent = _parent(request, rng)
-        messages = prompt.task(request, parent)
-        return self._turns(request, messages, parent.branch.source, parent.branch.id, turns=1)
+        parent = _parent(request, Random(request.seed))
+        draft = Proposal(parent.branch.source, parent.branch.id, self.name, "", extra={"turns": "0"})
+        return self._turn(request, prompt.task(request, parent), draft)
 
     def repair(self, request: Request, proposal: Proposal, failed: Failed) -> Proposal | None:
         """None when the second turn is already used. Raises what `propose` raises."""
-        turns = int(proposal.extra.get("turns", _MOST_TURNS))
-        if turns >= _MOST_TURNS:
+        if int(proposal.extra.get("turns", _MOST_TURNS)) >= _MOST_TURNS:
             return None
-        messages = prompt.repair(request, proposal, failed)
-        return self._turns(request, messages, proposal.source, proposal.parent, turns=turns + 1)
+        draft = dataclasses.replace(proposal, cost_usd=0.0)
+        return self._turn(request, prompt.repair(request, proposal, failed), draft)
 
-    def _turns(
-        self, request: Request, messages: tuple[Message, ...], source: str, parent: str, turns: int
-    ) -> Proposal:
-        """Ask, and ask once more when the edits cannot be used and a turn is left."""
+    def _turn(self, request: Request, messages: tuple[Message, ...], draft: Proposal) -> Proposal:
+        """The draft with an answer's edits; asks once more when they cannot be used and a turn is left."""
         answer = self._ask(Question(messages, request.seed))
-        try:
-            edited = _edited(request, source, answer)
-        except (PatchError, ProposalError) as error:
-            if turns >= _MOST_TURNS or len(answer.text) > patch.MAX_ANSWER_CHARS:  # not worth sending back
-                raise _refused(error) from error
-            second = prompt.again(messages, answer.text, str(error))
-            proposal = self._turns(request, second, source, parent, turns + 1)
-            return dataclasses.replace(proposal, cost_usd=proposal.cost_usd + answer.cost_usd)
-        return Proposal(
-            edited,
-            parent,
-            self.name,
-            patch.summary(answer.text) or "a change without a word",
-            cost_usd=answer.cost_usd,
+        turns = int(draft.extra["turns"]) + 1
+        draft = dataclasses.replace(
+            draft,
+            note=patch.summary(answer.text) or "a change without a word",
+            cost_usd=draft.cost_usd + answer.cost_usd,
             reference=answer.reference,
             extra={"turns": str(turns)},
         )
+        try:
+            edited = _edited(request, draft.source, answer)
+            return dataclasses.replace(draft, source=edited, start=_start(request, draft, answer))
+        except (PatchError, ProposalError) as error:
+            if turns >= _MOST_TURNS or len(answer.text) > patch.MAX_ANSWER_CHARS:  # not worth sending back
+                raise _refused(error) from error
+            return self._turn(request, prompt.again(messages, answer.text, str(error)), draft)
 
     def _ask(self, question: Question) -> Answer:
         answer = self._client.ask(question)
@@ -103,6 +99,27 @@ def _edited(request: Request, source: str, answer: Answer) -> str:
     if digest(edited) in request.tried:
         raise ProposalError("this very source was tried before; change something else", "repeated")
     return edited
+
+
+def _start(request: Request, draft: Proposal, answer: Answer) -> Any | None:
+    """The knobs to try first, when the answer names some. Raises PatchError when they cannot be."""
+    named = patch.knob_line(answer.text)
+    if not named:
+        return draft.start
+    space = Space(request.template, request.specializations)
+    parent = next((s for s in request.standings if s.branch.id == draft.parent), request.standings[0])
+    choices = dict(zip(space.names, space.choices, strict=True))
+    values = space.encode(prompt.best_knobs(request, parent))
+    for name, text in named.items():
+        value = next((v for v in choices.get(name, ()) if str(v) == text), None)
+        if value is None:
+            raise PatchError(f"the line KNOBS: there is no knob {name} with a choice {text}")
+        values[name] = value
+    knobs = space.decode(values)
+    reason = space.why_not(knobs)
+    if reason is not None:
+        raise PatchError(f"the line KNOBS: with the branch's other settings this is illegal: {reason}")
+    return knobs
 
 
 def _refused(error: PatchError | ProposalError) -> ProposalError:

@@ -80,10 +80,27 @@ def summary(answer: str) -> str:
         if _OPEN.match(line):
             return ""
         words = re.sub(r"^[\s#>*-]*(NOTE:)?\s*", "", line)
-        if words and not _FENCE.match(line):
+        if words and not _FENCE.match(line) and not words.startswith("KNOBS:"):
             printable = "".join(c if c.isprintable() else " " for c in words)
             return _tight(printable)[:160]
     return ""
+
+
+def knob_line(answer: str) -> dict[str, str]:
+    """Knobs by name from a line "KNOBS: algorithm=recurrent, chunk=16" outside the edits; {} without one.
+
+    Raises PatchError for a part that is not name=value.
+    """
+    found: dict[str, str] = {}
+    prose = re.sub(r"(?ms)^[ \t]*<{5,9}[ \t]*SEARCH\b.*?^[ \t]*>{5,9}[ \t]*REPLACE[ \t]*$", "", answer)
+    for line in re.findall(r"(?m)^[ \t*`]*KNOBS:(.*)$", prose):
+        for part in re.split(r"[\s,;`*]+", line):
+            name, equals, value = part.partition("=")
+            if part and not (name and equals and value):
+                raise PatchError(f"the line KNOBS: has {part!r}, which is not name=value")
+            if part:
+                found[name] = value
+    return found
 
 
 def apply(source: str, edits: Sequence[Edit]) -> str:

@@ -40,6 +40,7 @@ def task(request: Request, parent: Standing) -> tuple[Message, ...]:
         failures=_recent(parent.failures),
         tried=_lines(_tried(request)),
         aim=f"group {slowest}" if slowest else "it",
+        start=_settings(best_knobs(request, parent)),
     )
     return (Message("system", _read("system")), Message("user", text))
 
@@ -58,6 +59,13 @@ def repair(request: Request, proposal: Proposal, failed: Failed) -> tuple[Messag
 def again(messages: Sequence[Message], answer: str, reason: str) -> tuple[Message, ...]:
     """The conversation so far, the answer, and why its edits could not be used."""
     return (*messages, Message("assistant", answer), Message("user", _fill("again", reason=reason)))
+
+
+def best_knobs(request: Request, standing: Standing) -> Any:
+    """The branch's best knobs so far; the default before anything passed."""
+    return (
+        standing.best[0][0] if standing.best else Space(request.template, request.specializations).default()
+    )
 
 
 def failure(failed: Failed) -> str:
@@ -105,7 +113,7 @@ def _knobs(request: Request) -> Iterator[str]:
 def _illegal(request: Request, parent: Standing) -> Iterator[str]:
     """Reasons met one knob away from the branch's best setting: the walls it stands at."""
     space = Space(request.template, request.specializations)
-    base = parent.best[0][0] if parent.best else space.default()
+    base = best_knobs(request, parent)
     reasons: dict[str, None] = {}
     for name, values in zip(space.names, space.choices, strict=True):
         for value in values:

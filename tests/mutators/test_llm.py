@@ -15,7 +15,7 @@ from evotune.search_space.branch import stages
 from evotune.errors import ProposalError, StudyError
 from tests.mutators.contract import MutatorContract
 from tests.mutators.fake_service import Reply, serve
-from tests.mutators.toys import SEED, failed, request, standing
+from tests.mutators.toys import SEED, ToyKnobs, failed, request, standing
 
 KEY = "sk-planted-0123456789-abcdefgh"
 GOOD = """Scale without the temporary.
@@ -82,6 +82,27 @@ def test_edits_that_do_not_apply_get_one_second_turn(tmp_path: Path) -> None:
     assert said[-2] == ABSENT
     assert "which reads 'float y = x;', not 'double y = x;'" in said[-1]
     assert mutator.repair(ASKED, proposal, failed()) is None  # the second turn is used
+
+
+def test_an_answer_may_say_which_knobs_to_try_first(tmp_path: Path) -> None:
+    best = standing(SEED, ToyKnobs(unroll=2), long=1.0)
+    proposal = replaying(tmp_path, "KNOBS: mode=fused\n" + GOOD).propose(request(5, best))
+    assert proposal.start == ToyKnobs(unroll=2, mode="fused")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("mode=fast", "no knob mode with a choice fast"),
+        ("tile=2", "no knob tile"),
+        ("mode=fused", "illegal: fused needs unroll 1 or 2"),
+    ],
+)
+def test_knobs_that_cannot_be_are_told_to_the_model(tmp_path: Path, line: str, words: str) -> None:
+    best = standing(SEED, ToyKnobs(unroll=4), long=1.0)
+    proposal = replaying(tmp_path, f"KNOBS: {line}\n{GOOD}", GOOD).propose(request(5, best))
+    assert proposal.start is None
+    assert words in (tmp_path / FILE).read_text()
 
 
 def test_a_repair_edits_the_failed_source_and_shows_the_error(tmp_path: Path) -> None:

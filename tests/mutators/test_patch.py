@@ -3,7 +3,7 @@
 import string
 
 import pytest
-from evotune.mutators.patch import Edit, apply, parse, summary
+from evotune.mutators.patch import Edit, apply, knob_line, parse, summary
 from evotune.search_space.branch import frame, stages
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +142,7 @@ def test_text_that_is_nowhere_gets_the_nearest_line() -> None:
         ("NOTE: fuse\x1b[31m the\tloops\n", "fuse [31m the loops"),
         (block("a", "b") + "afterwards", ""),
         ("```\n" + block("a", "b"), ""),
+        ("KNOBS: a=b\n\nFuse.\n", "Fuse."),
         ("w" * 500, "w" * 160),
     ],
 )
@@ -214,3 +215,21 @@ def test_parse_reads_back_what_was_written(pairs: list[tuple[list[str], list[str
     expected = [tuple(new) if "\n".join(new) else () for _, new in pairs]
     assert [edit.replacement for edit in parse(answer)] == expected
     assert [edit.search for edit in parse(answer)] == [tuple(search) for search, _ in pairs]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("A change.\nKNOBS: mode=fused, unroll=2\n" + block("a", "b"), {"mode": "fused", "unroll": "2"}),
+        ("**KNOBS: mode=fused**\n", {"mode": "fused"}),
+        (block("a", "KNOBS: mode=fused"), {}),
+        ("no line\n", {}),
+    ],
+)
+def test_the_knob_line_is_read_outside_the_edits(answer: str, expected: dict[str, str]) -> None:
+    assert knob_line(answer) == expected
+
+
+def test_a_knob_line_that_is_not_name_and_value_is_refused() -> None:
+    with pytest.raises(PatchError, match="'fast', which is not name=value"):
+        knob_line("KNOBS: fast\n")
