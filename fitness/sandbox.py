@@ -15,6 +15,7 @@ import json
 import os
 import random
 import resource
+import select
 import selectors
 import shutil
 import signal
@@ -37,6 +38,9 @@ from evotune.errors import SandboxError
 _MIB = 1 << 20
 _CHUNK = 1 << 16
 _POLL_S = 0.1
+_LAST_BREATH_S = 5.0
+_REAPING_S = 0.1
+_NOT_STARTED: tuple[None, None] = (None, None)
 _SCRATCH = "/scratch"
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 # Merged-usr systems have links here, others directories.
@@ -174,12 +178,11 @@ class Child:
     bubblewrap it also dies with the *thread* that started it, so start it from a thread that outlives it.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", status: IO[bytes] | None, group: bool) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", status: IO[bytes] | None) -> None:
+        """`status` is where bwrap reports; without it the child leads a process group of its own."""
         self._process = process
         self._status = status
-        self._group = group
         self._outcome: tuple[int | None, int | None] | None = None
-        self._reports: list[dict[str, Any]] = []
         self.started_s = time.monotonic()
 
     @property
@@ -211,33 +214,37 @@ class Child:
         """
         if self._outcome is None:
             code = self._process.wait(timeout_s)
-            if self._group:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
-            self._outcome = self._read_outcome(code)
+            if self._status is None:
+                _end_group(self.pid)
+                self._outcome = (code, None) if code >= 0 else (None, -code)
+            else:
+                self._outcome = self._read_status(code, self._status)
+        if self._outcome == _NOT_STARTED:
+            raise SandboxError("bubblewrap could not start the command")
         return self._outcome
 
-    def _read_outcome(self, code: int) -> tuple[int | None, int | None]:
-        if self._status is None:
-            return (code, None) if code >= 0 else (None, -code)
-        # Closed by the last process of the sandbox, so this also waits for the namespace to be gone.
-        if not self._reports:
-            with self._status as stream:
-                self._reports = [json.loads(line) for line in stream.read().splitlines() if line.strip()] or [
-                    {}
-                ]
+    @staticmethod
+    def _read_status(code: int, status: IO[bytes]) -> tuple[int | None, int | None]:
+        """bwrap tells the namespace's first process when that is made, and a status when the command ends."""
+        with status:
+            report: dict[str, int] = {}
+            for line in status.read().splitlines():
+                report |= json.loads(line)
+        if "child-pid" in report:
+            _await_end(report["child-pid"])
         if code < 0:
             return None, -code
-        if not any("exit-code" in report for report in self._reports):
-            raise SandboxError(f"bubblewrap could not start the command (status {code})")
+        if "exit-code" not in report:
+            return _NOT_STARTED
         return (code, None) if code <= 128 else (None, code - 128)
 
     def kill(self) -> None:
         """SIGKILL to everything inside; `wait` afterwards."""
-        with suppress(ProcessLookupError):
-            if self._group:
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()
+        if self._outcome is None:
+            with suppress(ProcessLookupError):
+                if self._status is None:
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._process.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -277,6 +284,35 @@ class _Stream:
     def output(self) -> Output:
         tail = self._tail[-self._half :] if self._half else b""
         return Output(bytes(self._head), bytes(tail), self.size)
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a namespace's first process is gone, and with it, by the kernel's rule, all others in it.
+
+    A process that cannot be killed at once (in a driver, say) is not waited for beyond a few seconds.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll(_LAST_BREATH_S * 1000)
+    finally:
+        os.close(fd)
+
+
+def _end_group(group: int) -> None:
+    """Kill what is left of a process group and wait a moment until it is empty.
+
+    Dead members count until init has reaped them, which takes some inits seconds; they use nothing by then.
+    """
+    deadline = time.monotonic() + _REAPING_S
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(0.001)
 
 
 def python_paths() -> tuple[Path, ...]:
@@ -343,7 +379,6 @@ class _Launch:
     environment: dict[str, str]
     fds: list[int] = field(default_factory=list)  # closed here once the child has its own copies
     status: IO[bytes] | None = None
-    group: bool = False
 
 
 @dataclass(frozen=True)
@@ -411,7 +446,7 @@ class _Landlock:
             "seccomp": guard.hex(),
         }
         line = [self.python, "-I", "-S", landlock.__file__, json.dumps(spec), *command]
-        return _Launch(line, _open_environment(cell), group=True)
+        return _Launch(line, _open_environment(cell))
 
 
 @dataclass(frozen=True)
@@ -423,7 +458,7 @@ class _Open:
         if shutil.which("prlimit", path=_PATH):
             values = _resource_limits(cell.limits, cell.limits.processes + _processes_of(os.getuid()))
             line = ["prlimit", *(f"--{_PRLIMIT[number]}={value}" for number, value in values), "--", *command]
-        return _Launch(list(line), _open_environment(cell), group=True)
+        return _Launch(list(line), _open_environment(cell))
 
 
 _PRLIMIT = {
@@ -601,7 +636,7 @@ class Sandbox:
                 env=launch.environment,
                 cwd=cell.scratch or "/",
                 pass_fds=(*cell.pass_fds, *launch.fds),
-                start_new_session=launch.group,
+                start_new_session=launch.status is None,
                 **streams,
             )
         except OSError:
@@ -611,7 +646,7 @@ class Sandbox:
         finally:
             for fd in launch.fds:
                 os.close(fd)
-        return Child(process, launch.status, launch.group)
+        return Child(process, launch.status)
 
     def run(self, command: Sequence[str], cell: Cell) -> Completed:
         """Run a command to its end, or kill everything inside when it breaks a limit. stdin is empty.
