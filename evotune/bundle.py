@@ -21,7 +21,28 @@ from evotune.errors import StudyError
 from evotune.manifest import KERNELS, MANIFEST, Folder, Index, KernelManifest, read_index, to_json
 from evotune.report_html import page
 
-_DROPINS = {"kda": ("dropin_kda.py", "kda.py", "kda_forward")}
+
+@dataclass(frozen=True)
+class Dropin:
+    """The importable part of an export: our file `source` under the name `module`.py, and its function."""
+
+    source: str
+    module: str
+    function: str
+
+    def texts(self) -> dict[str, bytes]:
+        """File contents by name."""
+        package = (
+            f'"""Verified kernels exported by evotune; `{self.module}.py` says how to call them."""\n\n'
+            f"from .{self.module} import available, {self.function}\n\n"
+            f'__all__ = ["available", "{self.function}"]\n'
+        )
+        ours = files("evotune").joinpath(self.source).read_bytes()
+        return {f"{self.module}.py": ours, "__init__.py": package.encode()}
+
+
+DROPINS = {"kda": Dropin("dropin_kda.py", "kda", "kda_forward")}
+REPORTS = ("pareto.csv", "pareto.html")
 _COLUMNS = (
     *("kernel", "candidate", "status", "reason", "branch", "origin", "front", "workload", "group", "time_us"),
     *("speedup", "speedup_low", "speedup_high", "naive_ratio", "naive_low", "naive_high"),
@@ -105,17 +126,8 @@ def _contents(index: Index, kernels: Sequence[Exported]) -> Iterator[tuple[str, 
     yield MANIFEST, to_json(index)
     yield "pareto.csv", _csv(index, manifests).encode()
     yield "pareto.html", page(index, manifests, sources).encode()
-    if index.operator in _DROPINS and kernels:
-        template, module, name = _DROPINS[index.operator]
-        yield module, files("evotune").joinpath(template).read_bytes()
-        yield "__init__.py", _package(module.removesuffix(".py"), name).encode()
-
-
-def _package(module: str, name: str) -> str:
-    return (
-        f'"""Verified kernels exported by evotune; `{module}.py` says how to call them."""\n\n'
-        f'from .{module} import available, {name}\n\n__all__ = ["available", "{name}"]\n'
-    )
+    if index.operator in DROPINS and kernels:
+        yield from DROPINS[index.operator].texts().items()
 
 
 def _csv(index: Index, kernels: Iterable[KernelManifest]) -> str:

@@ -53,11 +53,11 @@ class FileEntry(_Model):
 
 
 class SpecializationEntry(_Model):
-    """As `search_space.template.Specialization`."""
+    """As `search_space.template.Specialization`. Sizes are bounded, since `verify` makes cases of them."""
 
     operator: Name
     dtype: Literal["float32", "bfloat16"]
-    constants: dict[Name, Constant]
+    constants: dict[Name, Annotated[int, Field(ge=1, le=1024)] | Annotated[str, Field(max_length=40)]]
 
 
 class ObjectEntry(_Model):
@@ -234,7 +234,7 @@ class Index(_Model):
     operator: Name
     template: Name
     cpu: Cpu
-    kernels: dict[Name, Hash]
+    kernels: Annotated[dict[Name, Hash], Field(max_length=1000)]
     workloads: tuple[WorkloadEntry, ...]
     left_out: tuple[LeftOut, ...]
 
@@ -296,6 +296,10 @@ class Folder:
             yield Folder(fd, where)
         finally:
             os.close(fd)
+
+    def names(self) -> list[str]:
+        """What lies directly inside, sorted."""
+        return sorted(os.listdir(self.fd))
 
     def read(self, name: str, limit: int) -> bytes:
         """A regular file directly inside, whole. Raises StudyError for a link, a device, a pipe, a file above

@@ -1,7 +1,7 @@
 """Exported directories made by hand, with real kernels of the host template but without the judge."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -16,6 +16,7 @@ from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
 from evotune import bundle, manifest
 from tests.search_space.host_kernel import Kernel, compile_unit
 
+Build = Callable[[Unit], tuple[bytes, bytes]]
 INTERVAL = manifest.Interval(low=1.8, median=2.0, high=2.3, confidence=0.96)
 
 
@@ -47,14 +48,17 @@ def kernel(
     knobs: KdaHostKnobs | None = None,
     note: str = "the template as shipped",
     timings: tuple[manifest.Timing, ...] = (),
+    source: str = TEMPLATE.source,
+    build: Build | None = None,
+    toolchain: str = "gcc, by hand",
 ) -> bundle.Exported:
-    """The template with `knobs` compiled for `specs` by gcc."""
-    contents = {"kernel.c": TEMPLATE.source.encode()}
+    """`source` with `knobs` compiled for `specs`, by gcc alone unless there is a `build`."""
+    contents = {"kernel.c": source.encode()}
     objects = []
     knobs = knobs or KdaHostKnobs()
     for spec in specs:
-        unit = TEMPLATE.unit(TEMPLATE.source, knobs, spec)
-        object_, library = compiled(unit, folder)
+        unit = TEMPLATE.unit(source, knobs, spec)
+        object_, library = build(unit) if build else compiled(unit, folder)
         contents |= {f"{spec.label}.o": object_, f"{spec.label}.so": library}
         objects.append(
             manifest.ObjectEntry(
@@ -67,7 +71,7 @@ def kernel(
                 resources={"code_bytes": len(object_)},
             )
         )
-    branch = Branch("b00", TEMPLATE.source, None, "seed", note)
+    branch = Branch("b00", source, None, "seed", note)
     return bundle.Exported(
         manifest.KernelManifest(
             id=id,
@@ -87,7 +91,7 @@ def kernel(
             fastest_on=(),
             source=manifest.FileEntry.of("kernel.c", contents["kernel.c"]),
             objects=tuple(objects),
-            toolchain="gcc, by hand",
+            toolchain=toolchain,
             versions={"evotune": "0"},
             cpu=manifest.this_cpu(),
             evidence=manifest.Evidence(

@@ -1,0 +1,269 @@
+"""`verify` on honest, broken and hostile directories."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from evotune.reference_kda.operator import KDA
+from evotune.search_space.template import Unit
+from evotune.search_space.templates.kda_host import TEMPLATE
+
+from evotune import bundle, manifest
+from evotune.errors import StudyError
+from evotune.verify import Finding, Verification
+from evotune.verify import verify as verify_alone
+from evotune.workbench import Workbench
+from tests.evotune import exports
+from tests.search_space.host_kernel import spec
+
+PLAIN = spec(64, 64)
+WRONG = TEMPLATE.source.replace("acc[j][n] += row * q[k + j];", "acc[j][n] += row * q[k + j] * 1.01f;")
+
+
+@cache
+def shared() -> Workbench:
+    """One judge for all: solving the gate's cases takes seconds."""
+    return Workbench.open(KDA)
+
+
+def verify(
+    directory: Path, *, rebuild: bool = False, say: Callable[[Finding], None] = lambda finding: None
+) -> Verification:
+    return verify_alone(directory, rebuild=rebuild, say=say, opening=lambda operator: shared())
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    return shared()
+
+
+@pytest.fixture(scope="module")
+def build(bench: Workbench) -> Callable[[Unit], tuple[bytes, bytes]]:
+    def built(unit: Unit) -> tuple[bytes, bytes]:
+        object_ = bench.compile(unit)
+        assert isinstance(object_, bytes), object_
+        library = bench.link(object_, unit.entry)
+        assert isinstance(library, bytes), library
+        return object_, library
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def honest(
+    bench: Workbench, build: Callable[[Unit], tuple[bytes, bytes]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("honest")
+    kernel = exports.kernel("good", (PLAIN,), folder, build=build, toolchain=bench.toolchain.id)
+    index = exports.index([kernel], [exports.workload("w", PLAIN, "good")])
+    bundle.write(folder / "pareto", index, [kernel])
+    return folder / "pareto"
+
+
+@pytest.fixture
+def copy(honest: Path, tmp_path: Path) -> Path:
+    shutil.copytree(honest, tmp_path / "pareto")
+    return tmp_path / "pareto"
+
+
+def problems(directory: Path) -> dict[str, str]:
+    return {finding.name: finding.problem for finding in verify(directory).findings if finding.problem}
+
+
+def reseal(directory: Path, kernel: str = "good", **changes: object) -> None:
+    """Change a kernel's manifest as an attacker would, with every hash made to fit."""
+    own = directory / "kernels" / kernel
+    data = json.loads((own / "manifest.json").read_text()) | changes
+    for built in data["objects"]:
+        for entry in (built["object"], built["library"]):
+            if (own / entry["name"]).is_file():
+                content = (own / entry["name"]).read_bytes()
+                entry |= {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+    (own / "manifest.json").write_text(json.dumps(data))
+    index = json.loads((directory / "manifest.json").read_text())
+    index["kernels"][kernel] = sha256((own / "manifest.json").read_bytes()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps(index))
+
+
+def test_an_honest_export_holds_and_rebuilds(honest: Path) -> None:
+    told: list[Finding] = []
+    found = verify(honest, rebuild=True, say=told.append)
+    kernel = found.findings[-1]
+    assert found.held
+    assert list(found.findings) == told
+    assert [f.name for f in found.findings] == ["kda.py", "__init__.py", "good"]
+    assert kernel.rebuilt is True
+    assert kernel.worst_error is not None
+    assert 0 < kernel.worst_error <= 1
+
+
+def test_a_wrong_kernel_is_named_beside_a_right_one(
+    bench: Workbench, build: Callable[[Unit], tuple[bytes, bytes]], tmp_path: Path
+) -> None:
+    assert TEMPLATE.source != WRONG
+    kernels = [
+        exports.kernel("bad", (PLAIN,), tmp_path, source=WRONG, build=build),
+        exports.kernel("good", (PLAIN,), tmp_path, build=build),
+    ]
+    bundle.write(tmp_path / "out", exports.index(kernels, [exports.workload("w", PLAIN, "good")]), kernels)
+    found = problems(tmp_path / "out")
+    assert list(found) == ["bad"]
+    assert found["bad"].startswith("wrong at ")
+
+
+@pytest.mark.parametrize("name", ["kernel.c", f"{PLAIN.label}.o", f"{PLAIN.label}.so", "manifest.json"])
+def test_a_changed_file_fails_its_hash(copy: Path, name: str) -> None:
+    path = copy / "kernels" / "good" / name
+    path.write_bytes(path.read_bytes() + b" ")
+    assert "sha256" in problems(copy)["good"]
+
+
+def test_a_swapped_library_is_found_with_fitting_hashes(copy: Path) -> None:
+    """The library is what a user loads: it must be what our linker makes of the object that was judged."""
+    library = copy / "kernels" / "good" / f"{PLAIN.label}.so"
+    data = bytearray(library.read_bytes())
+    data[-1] ^= 1
+    library.write_bytes(bytes(data))
+    reseal(copy)
+    assert "is not what linking" in problems(copy)["good"]
+
+
+def test_a_swapped_object_is_judged_not_believed(
+    copy: Path, build: Callable[[Unit], tuple[bytes, bytes]]
+) -> None:
+    object_, library = build(TEMPLATE.unit(WRONG, TEMPLATE.default(PLAIN), PLAIN))
+    own = copy / "kernels" / "good"
+    (own / f"{PLAIN.label}.o").write_bytes(object_)
+    (own / f"{PLAIN.label}.so").write_bytes(library)
+    reseal(copy)
+    assert problems(copy)["good"].startswith("wrong at ")
+
+
+def test_an_object_with_a_constructor_is_refused_before_it_is_linked(copy: Path, tmp_path: Path) -> None:
+    from tests.search_space.host_kernel import compile_unit
+
+    evil = TEMPLATE.source + "\n__attribute__((constructor)) static void evil(void) { __builtin_trap(); }\n"
+    path = compile_unit(TEMPLATE.unit(evil, TEMPLATE.default(PLAIN), PLAIN), tmp_path)
+    (copy / "kernels" / "good" / f"{PLAIN.label}.o").write_bytes(path.read_bytes())
+    reseal(copy)
+    assert "refused at inspect" in problems(copy)["good"]
+
+
+def test_a_rebuild_that_differs_is_found(copy: Path) -> None:
+    source = copy / "kernels" / "good" / "kernel.c"
+    changed = WRONG.encode()
+    source.write_bytes(changed)
+    entry = {"name": "kernel.c", "sha256": sha256(changed).hexdigest(), "bytes": len(changed)}
+    reseal(copy, source=entry)
+    found = verify(copy, rebuild=True)
+    assert "gives another object" in found.findings[-1].problem
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", ".."])
+def test_names_cannot_leave_the_directory(copy: Path, name: str) -> None:
+    reseal(copy, source={"name": name, "sha256": "0" * 64, "bytes": 1})
+    assert "source.name" in problems(copy)["good"]
+
+
+def test_kernel_ids_cannot_leave_the_directory(copy: Path) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    index["kernels"] = {"../../good": "0" * 64}
+    (copy / "manifest.json").write_text(json.dumps(index))
+    with pytest.raises(StudyError, match="kernels"):
+        verify(copy)
+
+
+def test_links_are_not_followed(copy: Path, tmp_path: Path) -> None:
+    own = copy / "kernels" / "good"
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    assert "not a directory of its own" in problems(copy)["good"]
+    own.unlink()
+    (tmp_path / "elsewhere").rename(own)
+    (own / "kernel.c").rename(tmp_path / "kernel.c")
+    (own / "kernel.c").symlink_to(tmp_path / "kernel.c")
+    assert "cannot be read as a plain file" in problems(copy)["good"]
+
+
+def test_a_pipe_does_not_hang_it(copy: Path) -> None:
+    path = copy / "kernels" / "good" / "kernel.c"
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in problems(copy)["good"]
+
+
+def test_a_huge_manifest_is_not_read(copy: Path) -> None:
+    with (copy / "manifest.json").open("r+b") as file:
+        file.truncate(manifest.MANIFEST_LIMIT + 1)
+    with pytest.raises(StudyError, match="larger than"):
+        verify(copy)
+
+
+@pytest.mark.parametrize("name", ["kda.py", "__init__.py"])
+def test_a_changed_dropin_is_found(copy: Path, name: str) -> None:
+    with (copy / name).open("a") as file:
+        file.write("import os\n")
+    assert list(problems(copy)) == [name]
+
+
+@pytest.mark.parametrize("name", ["kda.cpython-311-x86_64-linux-gnu.so", "__pycache__", "kda"])
+def test_what_python_would_load_instead_is_found(copy: Path, name: str) -> None:
+    (copy / name).mkdir()
+    assert "in place of the drop-in" in problems(copy)[name]
+
+
+def test_files_and_kernels_nobody_names_are_found(copy: Path) -> None:
+    (copy / "kernels" / "good" / "extra.so").touch()
+    (copy / "kernels" / "other").mkdir()
+    found = problems(copy)
+    assert found == {
+        "good": "the manifest does not name extra.so",
+        "other": "the index does not name it",
+    }
+
+
+def test_another_processor_is_named(copy: Path) -> None:
+    cpu = manifest.this_cpu().model_dump()
+    reseal(copy, cpu=cpu | {"model": "Other 9000", "flags": [*cpu["flags"], "avx9999"]})
+    assert "built for Other 9000" in problems(copy)["good"]
+    assert "avx9999" in problems(copy)["good"]
+
+
+@pytest.mark.parametrize(
+    "specialization",
+    [
+        {"operator": "kda", "dtype": "float32", "constants": {"K": 10**9, "V": 64, "contract": "plain"}},
+        {"operator": "kda", "dtype": "float32", "constants": {"K": 64, "V": 96, "contract": "plain"}},
+        {"operator": "kda", "dtype": "float32", "constants": {}},
+    ],
+)
+def test_specializations_of_an_enemy(copy: Path, specialization: dict[str, object]) -> None:
+    own = copy / "kernels" / "good"
+    objects = json.loads((own / "manifest.json").read_text())["objects"]
+    reseal(copy, objects=[objects[0] | {"specialization": specialization}])
+    assert problems(copy)["good"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "\0", '{"format": 1}'])
+def test_an_unusable_directory(copy: Path, text: str) -> None:
+    (copy / "manifest.json").write_text(text)
+    with pytest.raises(StudyError, match="manifest.json"):
+        verify(copy)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="No such file"):
+        verify(tmp_path / "nothing")
+
+
+def test_an_operator_of_an_enemy_is_not_imported(copy: Path) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    for operator in ("os", "evil"):
+        (copy / "manifest.json").write_text(json.dumps(index | {"operator": operator}))
+        with pytest.raises(StudyError, match="not known here"):
+            verify(copy)
