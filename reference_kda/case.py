@@ -91,9 +91,18 @@ class KdaCase(Question):
         inputs = symmetry.inputs(dict(self.inputs))
         return replace(self, inputs=inputs, truth=truth, bound=symmetry.bound(self.bound))
 
+    def output_gap(self, o: Array) -> "Gap":
+        """Errors of [T, HV, V] beside their bounds, [chunks, HV]."""
+        rms, largest = output_extent(_difference(o, self.truth.o), self.places)
+        return Gap(rms, largest, self.bound.o_rms, self.bound.o_max)
+
+    def state_gap(self, state: Array) -> "Gap":
+        """Errors of [N, HV, V, K] beside their bounds, [N, HV, blocks of V rows]."""
+        rms, largest = state_extent(_difference(state, self.truth.final_state))
+        return Gap(rms, largest, self.bound.state_rms, self.bound.state_max)
+
     def _worst_output(self, o: Array) -> KdaDiscrepancy:
-        measured = output_extent(_difference(o, self.truth.o), self.places)
-        gap = Gap(*measured, self.bound.o_rms, self.bound.o_max)
+        gap = self.output_gap(o)
         if gap.place is None:
             return KdaDiscrepancy(0.0, "o is exact")
         chunk, head = gap.place
@@ -103,8 +112,7 @@ class KdaCase(Question):
         return KdaDiscrepancy(gap.worst, f"{where}: {gap.text}")
 
     def _worst_state(self, state: Array) -> KdaDiscrepancy:
-        measured = state_extent(_difference(state, self.truth.final_state))
-        gap = Gap(*measured, self.bound.state_rms, self.bound.state_max)
+        gap = self.state_gap(state)
         if gap.place is None:
             return KdaDiscrepancy(0.0, "final_state is exact")
         sequence, head, block = gap.place

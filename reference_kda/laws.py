@@ -60,6 +60,7 @@ class Bank:
             heads=heads,
             value_heads=heads * group,
             regime=regimes[int(rng.integers(len(regimes)))],
+            initial_state=True,
         )
 
 
@@ -98,8 +99,8 @@ class Split:
 class Linearity:
     """With q, k, g, beta fixed, outputs are linear in (v, initial state).
 
-    v is dealt out by token to two questions, so that the two add up to v without rounding; the state goes to
-    one.
+    Each token's v is shared between two questions as 1 + 0, 0 + 1, 2 − 1 or −1 + 2 times itself, the state as
+    2 − 1: the shares add up without rounding, and neither a clipped nor a bent v passes.
     """
 
     bank: Bank
@@ -116,12 +117,11 @@ class Linearity:
         v, state = whole.inputs["v"], whole.inputs["initial_state"]
         assert v is not None
         assert state is not None
-        mine = rng.random(len(v)) < 0.5
+        share = rng.choice([1, 0, 2, -1], len(v))
         parts = []
-        for keep, kept_state in ((mine, state), (~mine, np.zeros_like(state))):
-            part = v.copy()
-            part[~keep] = 0
-            inputs = {**whole.inputs, "v": part, "initial_state": kept_state}
+        for of_v, of_state in ((share, 2), (1 - share, -1)):
+            part = v * of_v[:, None, None].astype(v.dtype)
+            inputs = {**whole.inputs, "v": part, "initial_state": of_state * state}
             parts.append(case_of(whole.workload, inputs, int(rng.integers(2**31))))
         return tuple(parts)
 

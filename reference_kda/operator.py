@@ -126,9 +126,6 @@ def _base(spec: Spec) -> Workload:
         V=V,
         dtype=spec.dtype,
         contract=str(spec["contract"]),
-        regime="mixed",
-        initial_state=True,
-        final_state=True,
     )
 
 
