@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from evotune.fitness.arena import GUARD, POISON, Flush, Placement, changed_bits, nan_word
-from evotune.fitness.operator import Array, Case, GateCase, Law, Level, Operator, Parameter, Workload
+from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Call, Fault, Runner
 from evotune.search_space.template import Specialization
@@ -237,7 +237,7 @@ class _Judgement:
             self.breaches.append((name, called.breach))
         return called
 
-    def _against_truth(self, stage: Stage, index: int, entry: GateCase) -> CaseResult:
+    def _against_truth(self, stage: Stage, index: int, entry: GateEntry) -> CaseResult:
         name = self._name(index, entry.name)
         case = self.gate.cases.fresh(entry.workload, self.rng)
         try:

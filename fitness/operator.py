@@ -101,11 +101,25 @@ class Law(Protocol):
     def check(self, call: Callable[[Case], Mapping[str, Array]], rng: np.random.Generator) -> Discrepancy: ...
 
 
+Rung = Literal["smoke", "edges", "regimes"]
+
+
+class GateEntry(Protocol):
+    """One entry of a rung: a workload under the name that users see."""
+
+    @property
+    def rung(self) -> Rung: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def workload(self) -> Workload: ...
+
+
 @dataclass(frozen=True)
 class GateCase:
-    """One entry of a rung."""
+    """A `GateEntry`, for operators that may import this module."""
 
-    rung: Literal["smoke", "edges", "regimes"]
+    rung: Rung
     name: str
     workload: Workload
 
@@ -127,7 +141,7 @@ class Operator(Protocol):
         """From a `[[workload]]` table of study.toml. Raises StudyError that names the key and the mend."""
         ...
 
-    def gate_cases(self, spec: Specialization, level: Level) -> Iterator[GateCase]:
+    def gate_cases(self, spec: Specialization, level: Level) -> Iterator[GateEntry]:
         """Cases of the rungs smoke, edges, regimes, cheap and telling first."""
         ...
 
