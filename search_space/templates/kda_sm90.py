@@ -35,6 +35,9 @@ class KdaSm90Knobs:
     partials: int = knob(2, choices=(1, 2, 4), doc="independent partial sums in a thread's scalar product")
     tokens: int = knob(16, choices=(8, 16, 32), doc="tokens copied and prepared together")
     stages: int = knob(2, choices=(1, 2, 3, 4), doc="slots of the cp.async ring; 1 is not pipelined")
+    unroll: int = knob(
+        1, choices=(1, 2, 4), doc="tokens in one turn of the loop: one's output overlaps the next one's start"
+    )
     state: str = knob(
         "registers", choices=("registers", "shared"), doc="where the fp32 state lives between tokens"
     )

@@ -9,7 +9,8 @@ chunks of `tokens` through a ring of `stages` slots in shared memory:
 
     copy     cp.async, 16 bytes a thread: q, k, g, v of one chunk into one slot
     prepare  a warp per token: L2 norm, gate, exponential, to fp32 rows that the whole block reads
-    step     per token: forget, correction, update, output; a column's K elements lie over `key_split` lanes
+    step     per token: forget, correction, update, output; a column's K elements lie over `key_split` lanes.
+             `unroll` tokens a turn: nothing waits for a token's output, so it overlaps the next one's start
 
 Operands (host tensors, contiguous): q, k [T, H, K], v, o [T, HV, V] in the io type; g [T, HV, K] and
 beta [T, HV] fp32 (plain) or io type (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or
@@ -139,17 +140,19 @@ class KdaForward:
                 if chunk + (p.stages - 1) < chunks:
                     self.copy_chunk(sources, ring, ahead, t0 + (p.stages - 1) * p.tokens, end, tx)
                 cute.arch.cp_async_commit_group()
-            self.prepare(ring, slot, ready, rate, rBias, scale, lower_bound, tx)
+            valid = cutlass.min(I32(p.tokens), end - t0)
+            self.prepare(ring, slot, ready, rate, rBias, scale, lower_bound, valid, tx)
             if tx < p.tokens:
                 sBeta[tx] = self.beta(logit)
             logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, HV, tx)
             cute.arch.barrier()
-            valid = cutlass.min(I32(p.tokens), end - t0)
             if cutlass.const_expr(p.debug):
                 self.write_prepared(mWork, ready, sBeta, t0, valid, T, HV, hv, v0, tx)
-            for i in cutlass.range(valid, unroll=1):
-                out = (mO, mWork, T, HV, hv, v0, t0 + i)
-                self.step(rS, sS, ready, sBeta, ring[3][slot, None, None], i, out, tx)
+            for j in cutlass.range((valid + (p.unroll - 1)) // p.unroll, unroll=1):
+                for r in cutlass.range_constexpr(p.unroll):
+                    i = j * p.unroll + r
+                    out = (mO, mWork, T, HV, hv, v0, t0 + i, end)
+                    self.step(rS, sS, ready, sBeta, ring[3][slot, None, None], i, out, tx)
             slot = (slot + 1) % p.stages
         cute.arch.cp_async_wait_group(0)
         self.final_state(mFinal, first, rS, sS, tx)
@@ -213,8 +216,12 @@ class KdaForward:
         return rate, rBias
 
     @cute.jit
-    def prepare(self, ring, slot, ready, rate, rBias, scale, lower_bound, tx):
-        """One slot to fp32 rows q, k, decay in `ready`; a warp per token, K/32 channels a lane."""
+    def prepare(self, ring, slot, ready, rate, rBias, scale, lower_bound, valid, tx):
+        """One slot to fp32 rows q, k, decay in `ready`; a warp per token, K/32 channels a lane.
+
+        Unrolled steps run past a sequence's end: rows from `valid` on get k = 0 and decay = 1, which leave
+        the state as it is, bit for bit.
+        """
         p = self.plan
         lane, warp = tx % WARP, tx // WARP
         for i in cutlass.range(p.tokens // p.warps, unroll=1):
@@ -227,6 +234,10 @@ class KdaForward:
             self.decay(g)
             for j in cutlass.range_constexpr(p.channels):
                 q[j] = q[j] * scale
+            if cutlass.const_expr(p.unroll > 1):
+                for j in cutlass.range_constexpr(p.channels):
+                    k[j] = k[j] if row < valid else F32(0.0)
+                    g[j] = g[j] if row < valid else F32(1.0)
             for x, sX in zip((q, k, g), ready, strict=True):
                 cute.autovec_copy(x, cute.local_tile(sX[row, None], (p.channels,), (lane,)))
 
@@ -385,8 +396,8 @@ class KdaForward:
     @cute.jit
     def write(self, out, column, y, u, tx):
         """o[t, hv, column], by the first lane of the column; with it the correction in a debug build."""
-        mO, mWork, T, HV, hv, v0, t = out
-        if tx % self.plan.key_split == 0:
+        mO, mWork, T, HV, hv, v0, t, end = out
+        if tx % self.plan.key_split == 0 and (self.plan.unroll == 1 or t < end):
             offset = (I64(t) * HV + hv) * self.plan.V + v0 + column
             (mO.iterator + offset).store(y.to(self.io))
             if cutlass.const_expr(self.plan.debug):

@@ -14,7 +14,8 @@ SHARED_LIMIT_BYTES = (
 REGISTER_LIMIT = 255  # per thread, the encoding's limit
 REGISTER_FILE = 64 * 1024  # 32-bit registers of one multiprocessor
 ADDRESSING_REGISTERS = 40  # pointers, loop counters, pipeline slots: 36 to 44 seen in builds of the default
-UNROLLED_LIMIT = 128  # state elements a thread may walk per token, unrolled: 256 took 2 to 5 s to build
+COLUMNS_LIMIT = 128  # state elements of a thread; 256 took 2 to 5 s to build
+UNROLLED_LIMIT = 256  # state elements that one turn of the loop over tokens walks, 4 instructions each
 ALIGNMENT_BYTES = 128  # of every shared-memory array
 
 
@@ -38,6 +39,7 @@ class Plan:
     partials: int
     tokens: int
     stages: int
+    unroll: int
     state: str
     exp: str
     debug: bool = False
@@ -58,6 +60,7 @@ class Plan:
             partials=number["PARTIALS"],
             tokens=number["TOKENS"],
             stages=number["STAGES"],
+            unroll=number["UNROLL"],
             state=str(constants["STATE"]),
             exp=str(constants["EXP"]),
             debug=bool(number.get("DEBUG", 0)),
@@ -169,8 +172,11 @@ class Plan:
         return None
 
     def _why_not_capacity(self) -> str | None:
-        if self.columns * self.slice > UNROLLED_LIMIT:
-            return f"{self.columns * self.slice} state elements per thread exceed {UNROLLED_LIMIT}"
+        held = self.columns * self.slice
+        if held > COLUMNS_LIMIT:
+            return f"{held} state elements per thread exceed {COLUMNS_LIMIT}"
+        if held * self.unroll > UNROLLED_LIMIT:
+            return f"{held} state elements × unroll {self.unroll} exceed {UNROLLED_LIMIT}"
         if self.registers > REGISTER_LIMIT:
             return (
                 f"about {self.registers} registers per thread exceed {REGISTER_LIMIT}: the state would spill"

@@ -122,8 +122,10 @@ class TestRun:
         assert all((row.failure, row.stage) == ("build_error", "build") for row in found.failures)
         assert all(not row.resources for row in found.failures)
 
-    def test_equal_code_is_told(self, tmp_path: Path, fake: None) -> None:
-        rows = dryrun.run(setup_of(tmp_path), 400).rows
+    def test_equal_code_is_told(self, tmp_path: Path) -> None:
+        space = setup_of(tmp_path).space
+        chosen = dryrun.configurations(space, 400, 5)
+        rows = list(dryrun.inspect_all(space, chosen, FakeToolchain(), Sandbox.detect(), Limits()))
         twins = [row for row in rows if row.twin is not None]
         assert twins
         for row in twins:

@@ -190,6 +190,7 @@ def test_the_default_does_not_spill(build: Build) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.timeout(300)
 def test_every_knob_changes_the_code(build: Build) -> None:
     default, facts = KdaSm90Knobs(), spec()
     others = []
