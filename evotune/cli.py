@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evotune.errors import DeviceError, EvotuneError, StudyError
+from evotune.errors import DeviceError, DeviceLost, EvotuneError, StudyError
 
 if TYPE_CHECKING:
     from evotune.history import History
@@ -143,25 +143,111 @@ def show(
         _console().print(report.show_view(described, history, entry))
 
 
+@app.command()
+def export(
+    study: StudyPath = None,
+    out: Annotated[Path, typer.Option(help="The directory to make.")] = Path("pareto"),
+    limit: Annotated[int, typer.Option(min=0, help="Kernels of the front at most, best ranked first.")] = 12,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    as_json: AsJson = False,
+    unsafe: Unsafe = False,
+) -> None:
+    """Rebuild, judge and time the best kernels again, and write them as an importable directory."""
+    from evotune.export import Job
+    from evotune.export import export as make
+    from evotune.setup import from_header
+
+    directory = _directory(study)
+    history = _history(directory)
+    setup = replace(from_header(history.begun.config, history.begun.base, directory), unsafe=unsafe)
+    done = make(Job(setup, history, out, limit=limit, force=force, say=_say))
+    if as_json:
+        print(json.dumps(done.as_json(), indent=2))
+    else:
+        print(f"{len(done.exported)} kernels are in {_shown(out)}, {len(done.left_out)} were left out")
+    raise typer.Exit(0 if done.exported else 1)
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An exported directory.")],
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build from source too, and compare.")] = False,
+    as_json: AsJson = False,
+    unsafe: Unsafe = False,
+) -> None:
+    """Judge an exported directory, by whomever made, with the full gate. Exit code 1 when a kernel fails."""
+    from evotune import verify as verification
+    from evotune.workbench import Workbench
+
+    def tell(finding: verification.Finding) -> None:
+        _say(finding.line)
+
+    found = verification.verify(
+        directory, rebuild=rebuild, say=tell, opening=lambda operator: Workbench.open(operator, unsafe=unsafe)
+    )
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        print(f"{_shown(directory)} {'holds' if found.held else 'does not hold'}")
+    raise typer.Exit(0 if found.held else 1)
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the file goes.")] = Path(),
+) -> None:
+    """Write a commented study file that runs as it is."""
+    from evotune.init import init as write
+
+    path = write(directory)
+    print(f"Run it with: python -m evotune run {_shown(path)}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine has and lacks, with the mend for each lack. Exit code 1 when a study cannot run."""
+    from evotune import doctor as examination
+
+    found = list(examination.checks(Path()))
+    if as_json:
+        print(json.dumps([check.as_json() for check in found], indent=2))
+    else:
+        _console().print(examination.table(found))
+    raise typer.Exit(0 if examination.healthy(found) else 1)
+
+
 def main() -> None:
     """The console script. One line for what went wrong, never a traceback for a mistake of the user's."""
+    code: str | int | None
     try:
         app()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
     except StudyError as error:
-        _fail(str(error), 2)
+        code = _told(error, 2)
+    except DeviceLost as error:
+        code = _told(f"{error}; what was in flight is asked for again by `python -m evotune resume`", 1)
     except DeviceError as error:
-        _fail(f"{error}; `run --dry-run` samples, builds and inspects without a device", 2)
+        code = _told(f"{error}; `run --dry-run` samples, builds and inspects without a device", 2)
     except EvotuneError as error:
-        _fail(str(error), 1)
+        code = _told(error, 1)
+    try:
+        sys.stdout.flush()
     except BrokenPipeError:
-        # The reader went away. Give the interpreter's last flush somewhere to go.
+        # The reader went away. The interpreter's own last flush needs somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"evotune: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def _told(message: object, code: int) -> int:
+    print(f"evotune: {message}", file=sys.stderr)
+    return code
+
+
+def _say(line: str) -> None:
+    """One line of progress; stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _console() -> Any:

@@ -9,11 +9,12 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from evotune.errors import StudyError
+from evotune.fitness.build import BuildPlan
 from evotune.fitness.gate import GateLimits
 from evotune.fitness.timing import TimingPlan
 from evotune.mutators.client import LlmSettings
@@ -21,6 +22,7 @@ from evotune.plugins import SAMPLERS, nearest
 
 # What may differ when a study is resumed: how far it goes and where it lies, never what it measures.
 MAY_CHANGE = frozenset({"study.trials", "study.time_limit_s", "study.directory", "mutation.llm.max_cost_usd"})
+_T = TypeVar("_T")
 _RULES = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -29,13 +31,29 @@ class _Table(BaseModel):
 
 
 def _table_of(limits: type[Any]) -> type[BaseModel]:
-    """A table with the fields, types and defaults of a frozen dataclass."""
+    """A table with the fields, types and defaults of a frozen dataclass; dataclasses inside become tables."""
     hints = get_type_hints(limits)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], Field(default=field.default)) for field in dataclasses.fields(limits)
-    }
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(limits):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            table = _table_of(kind)
+            fields[field.name] = (table, Field(default_factory=table))
+        elif get_origin(kind) is Mapping:
+            fields[field.name] = (dict[*get_args(kind)], Field(default_factory=dict))  # type: ignore[misc]
+        else:
+            fields[field.name] = (kind, Field(default=field.default))
     model: type[BaseModel] = create_model(limits.__name__, __config__=_RULES, **fields)
     return model
+
+
+def _fill(limits: type[_T], table: BaseModel) -> _T:
+    """The dataclass that a table made by `_table_of` stands for."""
+    values = {}
+    for name, value in table:
+        inner = get_type_hints(limits)[name]
+        values[name] = _fill(inner, value) if isinstance(value, BaseModel) else value
+    return limits(**values)
 
 
 class StudyTable(_Table):
@@ -83,23 +101,28 @@ class StudyConfig(_Table):
     mutation: MutationTable = MutationTable()
     objectives: ObjectivesTable = ObjectivesTable()
     workload: list[dict[str, Any]] = Field(min_length=1)
-    gate: _table_of(GateLimits) = _table_of(GateLimits)()  # type: ignore[valid-type]
-    timing: _table_of(TimingPlan) = _table_of(TimingPlan)()  # type: ignore[valid-type]
+    build: _table_of(BuildPlan) = Field(default_factory=_table_of(BuildPlan))  # type: ignore[valid-type]
+    gate: _table_of(GateLimits) = Field(default_factory=_table_of(GateLimits))  # type: ignore[valid-type]
+    timing: _table_of(TimingPlan) = Field(default_factory=_table_of(TimingPlan))  # type: ignore[valid-type]
+
+    @property
+    def build_plan(self) -> BuildPlan:
+        return _fill(BuildPlan, self.build)
 
     @property
     def gate_limits(self) -> GateLimits:
-        return GateLimits(**self.gate.model_dump())
+        return _fill(GateLimits, self.gate)
 
     @property
     def llm_settings(self) -> LlmSettings:
         """Raises StudyError when there is no [mutation.llm] or its keys do not fit together."""
         if self.mutation.llm is None:
             raise StudyError("[mutation] operators has llm, so [mutation.llm] is needed")
-        return LlmSettings(**self.mutation.llm.model_dump())
+        return _fill(LlmSettings, self.mutation.llm)
 
     @property
     def timing_plan(self) -> TimingPlan:
-        return TimingPlan(**self.timing.model_dump())
+        return _fill(TimingPlan, self.timing)
 
     def as_json(self) -> dict[str, Any]:
         """Every key with its value, defaults included; `parse` takes it back."""

@@ -13,6 +13,13 @@ from evotune.study import End, StudyRun
 _PLAIN_EVERY_S = 10.0
 
 
+class _Console(Console):
+    """A console whose reader may go away: rich would end the process, here it falls silent."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class LiveLine:
     """An observer of a run: best, candidates per minute, failures by class, time left. Writes to stderr.
 
@@ -22,12 +29,11 @@ class LiveLine:
     def __init__(self, trials: int, time_limit_s: float | None) -> None:
         self._trials = trials
         self._time_limit_s = time_limit_s
-        self._console = Console(file=sys.stderr)
+        self._console = _Console(file=sys.stderr)
         self._status: Status | None = None
         self._begun = time.monotonic()
         self._count = 0
         self._told = (0.0, "")
-        self._silent = False
 
     def __enter__(self) -> "LiveLine":
         if self._console.is_terminal:
@@ -41,12 +47,7 @@ class LiveLine:
 
     def say(self, text: str) -> None:
         """One line of its own."""
-        if self._silent:
-            return
-        try:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except BrokenPipeError:
-            self._silent = True
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def judged(self, history: History, entry: Entry) -> None:
         """See `study.Observer`."""

@@ -101,18 +101,29 @@ def begin(setup: Setup) -> Opened:
     directory = setup.directory
     quiet()
     with _writing(directory), _new_directory(directory), _locked(directory) as lock:
-        if (directory / FILE).exists() and read(directory).records:
+        if (directory / FILE).exists() and _began(read(directory).records):
             raise StudyError(
                 f"{directory} already holds a study; `python -m evotune resume {directory}` continues it, "
                 "or give another --directory"
             )
+        for left_by_a_kill in directory.glob(f"{JOURNAL_FILE}*"):
+            left_by_a_kill.unlink()
         storage = storage_at(directory, setup.storage_url)
         journal = Journal(directory)
-        book = TrialBook.create(storage, setup.config.study.name, setup.space, setup.columns, directory)
-        opened = Opened(setup, lock, journal, [], book)
-        for record in first_records(setup):
-            opened.append(record)
-    return _session(opened)
+        records = first_records(setup)
+        try:
+            for record in records:
+                journal.append(record)
+            book = TrialBook.create(storage, setup.config.study.name, setup.space, setup.columns, directory)
+        except StudyError:
+            (directory / FILE).unlink()
+            raise
+    return _session(Opened(setup, lock, journal, records, book))
+
+
+def _began(records: Sequence[Record]) -> bool:
+    """Whether all of `first_records` were written before a process died."""
+    return any(isinstance(record, BranchAdded) for record in records)
 
 
 def resume(directory: Path, setup: Setup | None = None) -> Opened:
@@ -123,6 +134,8 @@ def resume(directory: Path, setup: Setup | None = None) -> Opened:
     """
     quiet()
     reading = read(directory)
+    if not _began(reading.records):
+        raise StudyError(f"the study in {directory} never began; `python -m evotune run` begins it")
     history = fold(reading.records)
     if setup is None:
         setup = from_header(history.begun.config, history.begun.base, directory)

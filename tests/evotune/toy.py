@@ -7,12 +7,15 @@ How the device behaves is in the source: `int speed = 3;` sets a factor, `#error
 gives wrong results. The environment variable TOY_DELAY_S makes a candidate take that long.
 """
 
+import io
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from evotune.search_space.branch import Candidate, replace_stage, stages
 from evotune.search_space.space import knob
 from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
 
+from evotune.cli import main
 from evotune.config import load
 from evotune.errors import DeviceError, DeviceLost, ProposalError, StudyError
 from evotune.history import fold
@@ -34,6 +38,7 @@ from evotune.records import Record
 from evotune.setup import Setup, mutators, resolve
 from evotune.study import Stop, StudyRun, begin, resume
 
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """// frame
 // EVOLVE-BEGIN body
 int speed = 1;
@@ -279,6 +284,11 @@ size = 10
 """
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a child process that finds both the package and these plug-ins."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
 def study_file(folder: Path, *edits: tuple[str, str]) -> Path:
     """A study.toml in a folder, with replacements in `STUDY`; each must apply."""
     text = STUDY
@@ -321,3 +331,27 @@ def found(records: Sequence[Record]) -> list[tuple[int, str, dict[str, Any], Any
         )
         for entry in fold(records).entries
     ]
+
+
+@dataclass(frozen=True)
+class Called:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def call(*arguments: str | Path) -> Called:
+    """A command of the CLI, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.argv
+    sys.argv = ["evotune", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as ended:
+        return Called(int(ended.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        sys.argv = before
+    raise AssertionError("main() always exits")

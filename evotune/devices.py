@@ -1,0 +1,35 @@
+"""The shipped devices: from a setup to the judge that builds, gates and times its candidates."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evotune.errors import DeviceError
+from evotune.fitness.device import absent
+from evotune.fitness.evaluation import Evaluator
+from evotune.setup import Setup
+
+if TYPE_CHECKING:
+    from evotune.fitness.host import HostEvaluator
+
+
+def host(setup: Setup, cache: Path | None = None) -> "HostEvaluator":
+    """This machine's own processor; objects are kept in `cache`, by default the user's.
+
+    Raises StudyError without a compiler, SandboxError without walls.
+    """
+    from evotune.fitness.host import HostEvaluator, HostSettings, Problem
+    from evotune.fitness.sandbox import Sandbox
+
+    config = setup.config
+    return HostEvaluator(
+        Problem(setup.template, setup.operator, setup.workloads),
+        setup.objectives,
+        settings=HostSettings(gate=config.gate_limits, timing=config.timing_plan, build=config.build_plan),
+        cache=cache,
+        sandbox=Sandbox.detect(unsafe=setup.unsafe),
+    )
+
+
+def sm_90a(setup: Setup) -> Evaluator:
+    """An NVIDIA Hopper GPU. Raises DeviceError: kernels for it are built and inspected, not yet timed."""
+    raise DeviceError(absent("sm_90a") or "timing on sm_90a is not part of this version")
