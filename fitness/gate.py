@@ -273,11 +273,12 @@ class _Judgement:
         try:
             once = self.session.call_fenced(index, case, 0, "end", POISON)
             self._call(index, other, name)
-            again = self.session.call_fenced(index, case, elsewhere, "start", nan_word(self.rng))
+            poison = nan_word(self.rng)
+            again = self.session.call_fenced(index, case, elsewhere, "start", poison)
         except Fault as fault:
             return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault))
         self.breaches += [(name, called.breach) for called in (once, again) if called.breach is not None]
-        differs = changed_bits(once.outputs, again.outputs)
+        differs = changed_bits(once.outputs, again.outputs, (POISON, poison))
         if differs is not None:
             return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
         return CaseResult(Stage.INTEGRITY, name)

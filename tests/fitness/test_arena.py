@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from evotune.fitness.arena import ALIGN, GUARD, POISON, Arena, Flush, changed_bits, nan_word
@@ -102,3 +103,17 @@ def test_changed_bits_sees_a_sign_of_zero() -> None:
     first = {"y": np.zeros(4, np.float32)}
     assert changed_bits(first, {"y": first["y"].copy()}) is None
     assert changed_bits(first, {"y": np.array([0, 0, -0.0, 0], np.float32)}) is not None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_changed_bits_lets_what_neither_call_wrote_keep_its_poison(dtype: type) -> None:
+    """Rows of no sequence: unwritten in both calls is equal; written in one, or in both differently, is not."""
+    word = nan_word(np.random.default_rng(1))
+    once, again = (np.full(4, w, np.uint32).view(dtype).copy() for w in (POISON, word))
+    assert changed_bits({"y": once}, {"y": again}) is not None
+    assert changed_bits({"y": once}, {"y": again}, (POISON, word)) is None
+    assert changed_bits({"y": once}, {"y": again}, (word, POISON)) is not None
+    once[2] = 1
+    assert changed_bits({"y": once}, {"y": again}, (POISON, word)) == (
+        "y differs between two equal calls, first at element 2"
+    )
