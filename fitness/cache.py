@@ -84,10 +84,10 @@ class Cache:
     def get(self, name: str) -> Entry | None:
         """The entry called `name` (a hex digest), or None when it is missing or damaged."""
         place = self._place(name)
+        if not place.exists():
+            return None
         try:
             return self._read(place)
-        except FileNotFoundError:
-            return None
         except (ValueError, KeyError, TypeError, OSError):
             shutil.rmtree(place, ignore_errors=True)
             return None

@@ -158,7 +158,8 @@ def _symbols_problem(parsed: Elf, exports: _Exports) -> str | None:
         problem = _symbol_problem(symbol, parsed, exports)
         if problem:
             return problem
-        if symbol.name in exports.names and symbol.section != elf.UNDEFINED and symbol.binding == elf.GLOBAL:
+        shown = symbol.binding == elf.GLOBAL and symbol.visibility in (elf.DEFAULT, elf.PROTECTED)
+        if symbol.name in exports.names and symbol.section != elf.UNDEFINED and shown:
             defined.add(symbol.name)
     missing = sorted(exports.names - defined)
     return f"it does not export {missing[0]}" if missing else None
