@@ -216,6 +216,23 @@ def doctor(as_json: AsJson = False) -> None:
     raise typer.Exit(0 if examination.healthy(found) else 1)
 
 
+@app.command()
+def dashboard(
+    study: StudyPath = None,
+    port: Annotated[int, typer.Option(help="Port on loopback; 0 takes a free one.")] = 8080,
+) -> None:
+    """Look at a study in the browser: trials, notes, artifacts, front, progress, lineage. Ctrl-C ends it."""
+    from evotune.config import load
+    from evotune.dashboard import serve
+
+    directory = _directory(study)
+    if study is not None and study.is_file():
+        url = load(study).study.storage
+    else:
+        url = _history(directory).begun.config["study"]["storage"]
+    serve(directory, url, port, lambda address: print(f"The dashboard answers at {address}", flush=True))
+
+
 def main() -> None:
     """The console script. One line for what went wrong, never a traceback for a mistake of the user's."""
     code: str | int | None

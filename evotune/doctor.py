@@ -5,17 +5,21 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import default_cache_directory
 from evotune.fitness.device import absent
 from evotune.fitness.host_toolchain import Compiler, HostToolchain, cpu
 from evotune.fitness.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # A quickstart leaves some 30 MB of objects and journal; a build needs room beside it.
 _LEAST_FREE_MIB = 512
@@ -60,7 +64,7 @@ def checks(directory: Path) -> Iterator[Check]:
     yield key_check()
 
 
-def healthy(found: list[Check]) -> bool:
+def healthy(found: Sequence[Check]) -> bool:
     """Whether a study for the host target would run."""
     return all(check.state is not State.LACKING for check in found)
 
@@ -166,10 +170,13 @@ def key_check() -> Check:
     return Check("LLM key", State.OPTIONAL, f"no variable ends in {_KEY_SUFFIX}", mend)
 
 
-def examine(directory: Path, say: Callable[[Check], None] = lambda check: None) -> list[Check]:
-    """All checks, each told as it is made: the compiler takes a second."""
-    found = []
-    for check in checks(directory):
-        say(check)
-        found.append(check)
-    return found
+def table(found: Sequence[Check]) -> "Table":
+    """For a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    view = Table("", "state", "found", "mend")
+    for check in found:
+        # As Text: in a plain string rich would take [mutation.llm] for markup.
+        view.add_row(*(Text(cell) for cell in (check.name, check.state.value, check.found, check.mend)))
+    return view

@@ -47,6 +47,16 @@ class Finding:
     worst_error: float | None = None
     rebuilt: bool | None = None
 
+    @property
+    def line(self) -> str:
+        """For a person who waits."""
+        if self.problem:
+            return f"{self.name}: FAILED: {self.problem}"
+        if self.worst_error is None:
+            return f"{self.name}: ours"
+        more = {None: "", True: "; rebuilds to the same object", False: "; rebuilds to another object"}
+        return f"{self.name}: full gate, {self.worst_error:.2f} of the bound{more[self.rebuilt]}"
+
 
 @dataclass(frozen=True)
 class Verification:

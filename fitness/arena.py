@@ -24,9 +24,9 @@ from typing import Literal
 
 import ml_dtypes
 import numpy as np
-from evotune.fitness.operator import Array, Case, Parameter
 
 from evotune.errors import StudyError
+from evotune.fitness.operator import Array, Case, Parameter
 
 GUARD = 4096
 ALIGN = 64
@@ -276,8 +276,8 @@ def changed_bits(
 ) -> str | None:
     """Where two sets of outputs differ in any bit; None when they are equal.
 
-    `poisons` are the words the buffers of the two calls started with. An element that holds its poison in both
-    was written in neither, as rows of no sequence may be: whether it should have been, the truth says.
+    `poisons` are the words the buffers of the two calls started with. An element that holds its poison in
+    both was written in neither, as rows of no sequence may be: whether it should have been, the truth says.
     """
     for name, array in first.items():
         width = array.dtype.itemsize

@@ -6,25 +6,24 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evotune.fitness.host_toolchain import Compiler
-from evotune.fitness.sandbox import Sandbox
 
 from evotune import doctor
 from evotune.doctor import State
 from evotune.errors import SandboxError, StudyError
+from evotune.fitness.host_toolchain import Compiler
+from evotune.fitness.sandbox import Sandbox
 
 
 def test_this_machine_can_run_a_study(tmp_path: Path) -> None:
-    told: list[doctor.Check] = []
-    found = doctor.examine(tmp_path, told.append)
-    assert told == found
+    found = list(doctor.checks(tmp_path))
     assert doctor.healthy(found)
     by_name = {check.name: check for check in found}
     assert {"sandbox", "compiler", "disk, studies", "processor", "GPU", "CuTe-DSL", "LLM key"} <= set(by_name)
     assert by_name["sandbox"].found.startswith("bubblewrap")
     assert any(character.isdigit() for character in by_name["compiler"].found)
     assert all(check.mend for check in found if check.state is not State.OK)
-    json.dumps([check.as_json() for check in found])
+    assert json.loads(json.dumps([check.as_json() for check in found]))[0]["state"] == "ok"
+    assert doctor.table(found).row_count == len(found)
 
 
 def test_no_sandbox_is_a_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_no_sandbox_is_a_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         raise SandboxError("no sandbox holds on this machine (bwrap is not installed)")
 
     monkeypatch.setattr(Sandbox, "detect", none)
-    found = doctor.examine(tmp_path)
+    found = list(doctor.checks(tmp_path))
     assert not doctor.healthy(found)
     assert found[0].state is State.LACKING
     assert "bubblewrap" in found[0].mend

@@ -6,9 +6,9 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from evotune.fitness.arena import ALIGN, GUARD, POISON, Arena, Flush, changed_bits, nan_word
 
 from evotune.errors import StudyError
+from evotune.fitness.arena import ALIGN, GUARD, POISON, Arena, Flush, changed_bits, nan_word
 from tests.fitness.compiled import SIGNATURE
 from tests.rmsnorm import RMS_OPERATOR, RmsWorkload
 
@@ -107,7 +107,7 @@ def test_changed_bits_sees_a_sign_of_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_changed_bits_lets_what_neither_call_wrote_keep_its_poison(dtype: type) -> None:
-    """Rows of no sequence: unwritten in both calls is equal; written in one, or in both differently, is not."""
+    """Rows of no sequence: unwritten in both calls is equal; written in one of them is not."""
     word = nan_word(np.random.default_rng(1))
     once, again = (np.full(4, w, np.uint32).view(dtype).copy() for w in (POISON, word))
     assert changed_bits({"y": once}, {"y": again}) is not None

@@ -1,0 +1,354 @@
+"""From a finished study to `pareto/`: the chosen kernels rebuilt, judged again, timed again, written whole.
+
+Chosen are the kernels of the front, best ranked first up to a limit, and for every workload the fastest. Each
+is built from source with an empty cache, passes the full gate and is timed in blocks against the default
+kernel and the numpy form, in a process and on inputs of its own that no choice was made with. What fails any
+of this is left out and named. A published ratio is the median over blocks of the block's ratio of medians,
+with an order-statistic interval: exact for any distribution when blocks are independent.
+"""
+
+import importlib.metadata
+import math
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from evotune import __version__, bundle
+from evotune.bundle import Exported
+from evotune.devices import host
+from evotune.errors import SandboxError, StudyError
+from evotune.fitness.build import default_cache_directory
+from evotune.fitness.cache import Cache
+from evotune.fitness.host import Confirmation, HostEvaluator
+from evotune.fitness.operator import Workload, specialization
+from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.history import Entry, History
+from evotune.manifest import (
+    Ancestor,
+    Block,
+    Evidence,
+    FileEntry,
+    Index,
+    Interval,
+    KernelManifest,
+    LeftOut,
+    ObjectEntry,
+    SpecializationEntry,
+    Timing,
+    WorkloadEntry,
+    this_cpu,
+    to_json,
+)
+from evotune.pareto import front, ranked
+from evotune.search_space.branch import Candidate
+from evotune.search_space.template import Specialization
+from evotune.setup import Setup
+from evotune.verify import told
+
+BLOCKS = 7  # the fewest whose extremes cover the median with 98 %; 6 give 97 %, 5 give 94 %
+FRONT_LIMIT = 12
+_TRIES = 3
+_VERSIONED = ("numpy", "ml_dtypes", "optuna")
+_LICENCE = (
+    "Source: the template of evotune (Apache-2.0, see its LICENSE) with the stages of this branch, which "
+    "came from {origin}. Objects: machine code of that source; they call the system's libm and libmvec and "
+    "hold no code of the compiler."
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A candidate to export: on the front or not, and the workloads it was measured fastest on."""
+
+    entry: Entry
+    front: bool
+    fastest_on: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        return self.entry.asked.index
+
+    @property
+    def id(self) -> str:
+        return f"{self.entry.asked.branch}-{self.number:04d}"
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """What came of an export. `front_size` counts the whole front, exported or not."""
+
+    out: Path
+    exported: tuple[Exported, ...]
+    left_out: tuple[LeftOut, ...]
+    front_size: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "exported": [kernel.manifest.id for kernel in self.exported],
+            "left_out": {kernel.id: kernel.reason for kernel in self.left_out},
+            "front_size": self.front_size,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """An export to make.
+
+    Attributes:
+        limit: kernels of the front at most.
+        force: replace an earlier export.
+        say: told a line for each kernel.
+    """
+
+    setup: Setup
+    history: History
+    out: Path
+    limit: int = FRONT_LIMIT
+    blocks: int = BLOCKS
+    force: bool = False
+    say: Callable[[str], None] = lambda line: None
+
+
+def export(job: Job) -> Exporting:
+    """Write `job.out`, unless nothing passed in the study.
+
+    Raises StudyError when there is nothing to export, the target is not exported, or `out` cannot be written;
+    SandboxError when nothing can be judged here. Then nothing is left behind.
+    """
+    if job.setup.template.target != "host":
+        raise StudyError(f"export rebuilds and times kernels here; target {job.setup.template.target} cannot")
+    bundle.refuse_existing(job.out, job.force)
+    chosen = choose(job.history, job.limit)
+    with (
+        tempfile.TemporaryDirectory(prefix="evotune-export-") as folder,
+        closing(host(job.setup, Path(folder))) as evaluator,
+    ):
+        held, left_out = _judge_all(job, chosen, evaluator)
+    index = _index(job, held, left_out)
+    bundle.write(job.out, index, held, force=job.force)
+    return Exporting(
+        job.out, tuple(held), tuple(left_out), len(front(job.history.columns, job.history.judged))
+    )
+
+
+def choose(history: History, limit: int) -> list[Chosen]:
+    """The front, best ranked first, and whatever else is fastest on some workload. Raises StudyError."""
+    passed = [entry for entry in history.judged if entry.passed]
+    if not passed:
+        failures = ", ".join(f"{n} {name}" for name, n in history.failures().most_common()) or "none judged"
+        raise StudyError(f"no candidate passed the gate ({failures}), so there is nothing to export")
+    best = {e.asked.index: e for e in ranked(history, front(history.columns, passed))[:limit]}
+    fastest: dict[int, list[str]] = {}
+    for workload, entry in _fastest(passed).items():
+        fastest.setdefault(entry.asked.index, []).append(workload)
+    entries = best | {entry.asked.index: entry for entry in passed if entry.asked.index in fastest}
+    return [Chosen(entry, i in best, tuple(fastest.get(i, ()))) for i, entry in entries.items()]
+
+
+def _fastest(passed: Sequence[Entry]) -> dict[str, Entry]:
+    """By workload, by the ratio to the default timed in the same block: times of two hours do not compare."""
+    best: dict[str, tuple[float, Entry]] = {}
+    for entry in passed:
+        for m in entry.passed.measurements if entry.passed else ():
+            if m.workload not in best or m.speedup > best[m.workload][0]:
+                best[m.workload] = (m.speedup, entry)
+    return {workload: entry for workload, (_, entry) in best.items()}
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Order-statistic interval of the median: [x_(k), x_(n-k+1)] with the largest k that still covers.
+
+    The coverage 1 - 2 P(Binomial(n, 1/2) < k) is exact for independent values of any continuous distribution.
+    Fewer than six values cannot reach 95 %; their extremes are given with the coverage they have.
+    """
+    ordered, n = sorted(values), len(values)
+    k, coverage = 1, 1 - 2 * 0.5**n
+    while 2 * (k + 1) <= n and (wider := 1 - 2 * _binomial_cdf(k, n)) >= confidence:
+        k, coverage = k + 1, wider
+    return Interval(low=ordered[k - 1], median=median(ordered), high=ordered[n - k], confidence=coverage)
+
+
+def _binomial_cdf(k: int, n: int) -> float:
+    """P(Binomial(n, 1/2) <= k)."""
+    return sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+
+
+def _judge_all(
+    job: Job, chosen: Sequence[Chosen], evaluator: HostEvaluator
+) -> tuple[list[Exported], list[LeftOut]]:
+    held: list[Exported] = []
+    left_out: list[LeftOut] = []
+    for number, kernel in enumerate(chosen, start=1):
+        verdict = _confirm(job, kernel, evaluator)
+        if isinstance(verdict, Failed):
+            left_out.append(LeftOut(id=kernel.id, number=kernel.number, reason=told(verdict)))
+            job.say(f"{number}/{len(chosen)} {kernel.id} left out: {left_out[-1].reason}")
+            continue
+        held.append(_exported(job, kernel, verdict, evaluator))
+        shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in held[-1].manifest.evidence.timings)
+        job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}")
+    return held, left_out
+
+
+def _confirm(job: Job, kernel: Chosen, evaluator: HostEvaluator) -> Confirmation | Failed:
+    """Trouble that is not the kernel's is tried again; when it stays, nobody can be exported here."""
+    for _ in range(_TRIES):
+        verdict = evaluator.confirm(_candidate(job, kernel), job.blocks)
+        if not isinstance(verdict, Retry):
+            failed = None if isinstance(verdict, Failed) else verdict.report.failed
+            return failed or verdict
+    raise SandboxError(f"{kernel.id} could not be judged: {verdict.reason}")
+
+
+def _candidate(job: Job, kernel: Chosen) -> Candidate:
+    asked = kernel.entry.asked
+    return Candidate(job.history.added(asked.branch).branch, job.setup.space.decode(asked.knobs))
+
+
+def _exported(job: Job, kernel: Chosen, verdict: Confirmation, evaluator: HostEvaluator) -> Exported:
+    """Manifest and files of a kernel that held."""
+    setup, candidate = job.setup, _candidate(job, kernel)
+    source = candidate.branch.source.encode()
+    contents = {"kernel.c": source}
+    objects = []
+    for spec, artifact in verdict.artifacts.items():
+        object_, library = artifact.object_path.read_bytes(), evaluator.library(artifact)
+        contents |= {f"{spec.label}.o": object_, f"{spec.label}.so": library}
+        constants = setup.template.unit(candidate.branch.source, candidate.knobs, spec).constants
+        objects.append(
+            ObjectEntry(
+                label=spec.label,
+                specialization=_specialization_entry(spec),
+                constants=dict(constants),
+                object=FileEntry.of(f"{spec.label}.o", object_),
+                library=FileEntry.of(f"{spec.label}.so", library),
+                reproducible=_reproducible(kernel, spec, object_),
+                resources=dict(artifact.resources.values),
+            )
+        )
+    branch = job.history.added(kernel.entry.asked.branch)
+    manifest = KernelManifest(
+        id=kernel.id,
+        number=kernel.number,
+        candidate=candidate.digest,
+        template=setup.template.name,
+        target="host",
+        language="c",
+        entry=setup.operator.entry,
+        branch=branch.id,
+        parents=tuple(p for p in (branch.parent, branch.other_parent) if p is not None),
+        origin=branch.origin,
+        note=branch.note,
+        lineage=tuple(_lineage(job.history, branch.id)),
+        knobs=asdict(candidate.knobs),
+        front=kernel.front,
+        fastest_on=kernel.fastest_on,
+        source=FileEntry.of("kernel.c", source),
+        objects=tuple(objects),
+        toolchain=next(iter(verdict.artifacts.values())).toolchain,
+        versions=_versions(),
+        cpu=this_cpu(),
+        evidence=_evidence(verdict),
+        licence=_LICENCE.format(origin=branch.origin),
+    )
+    return Exported(manifest, contents)
+
+
+def _specialization_entry(spec: Specialization) -> SpecializationEntry:
+    facts = {"operator": spec.operator, "dtype": spec.dtype, "constants": dict(spec.constants)}
+    return SpecializationEntry.model_validate(facts)
+
+
+def _reproducible(kernel: Chosen, spec: Specialization, object_: bytes) -> bool | None:
+    """Whether the object that the study judged has these very bytes; None when it is no longer kept."""
+    digest = kernel.entry.judged.artifacts.get(spec.label) if kernel.entry.judged else None
+    entry = Cache(default_cache_directory()).get(digest) if digest else None
+    if entry is None or not isinstance(entry.result, Artifact):
+        return None
+    return entry.result.object_path.read_bytes() == object_
+
+
+def _lineage(history: History, branch: str) -> Iterator[Ancestor]:
+    """From the seed down to the branch, first parents only."""
+    added = history.added(branch)
+    if added.parent is not None:
+        yield from _lineage(history, added.parent)
+    yield Ancestor(branch=added.id, origin=added.origin, note=added.note)
+
+
+def _versions() -> dict[str, str]:
+    found = {"evotune": __version__, "python": platform.python_version()}
+    return found | {name: importlib.metadata.version(name) for name in _VERSIONED}
+
+
+def _evidence(verdict: Confirmation) -> Evidence:
+    timings = []
+    for i, first in enumerate(verdict.blocks[0].measurements):
+        measured = [block.measurements[i] for block in verdict.blocks]
+        naive = [times[first.workload] for times in verdict.naive_us]
+        timings.append(
+            Timing(
+                workload=first.workload,
+                group=first.group,
+                time_us=median(m.time_us for m in measured),
+                speedup=median_interval([m.speedup for m in measured]),
+                naive_ratio=median_interval([n / m.time_us for n, m in zip(naive, measured, strict=True)]),
+                blocks=tuple(
+                    Block(samples_us=m.samples_us, baseline_samples_us=m.baseline_samples_us, naive_us=n)
+                    for n, m in zip(naive, measured, strict=True)
+                ),
+            )
+        )
+    errors = (verdict.report.worst_error, *(block.worst_error for block in verdict.blocks))
+    return Evidence(
+        level="full",
+        gate_seeds=1,
+        worst_error=max(errors),
+        host_call_us=median(block.host_call_us for block in verdict.blocks),
+        timings=tuple(timings),
+    )
+
+
+def _index(job: Job, held: Sequence[Exported], left_out: Sequence[LeftOut]) -> Index:
+    setup = job.setup
+    manifests = [kernel.manifest for kernel in held]
+    workloads = [_workload(setup, w, manifests) for w in setup.workloads] if manifests else []
+    return Index(
+        evotune=__version__,
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        study=setup.config.study.name,
+        operator=setup.operator.name,
+        template=setup.template.name,
+        cpu=this_cpu(),
+        kernels={m.id: sha256(to_json(m)).hexdigest() for m in manifests},
+        workloads=tuple(workloads),
+        left_out=tuple(left_out),
+    )
+
+
+def _workload(setup: Setup, workload: Workload, kernels: Sequence[KernelManifest]) -> WorkloadEntry:
+    """With the kernel that was fastest on it at export: among few, so that the best is hardly flattered."""
+    times: Mapping[str, float] = {
+        k.id: t.time_us for k in kernels for t in k.evidence.timings if t.workload == workload.name
+    }
+    spec = specialization(setup.operator, workload)
+    case = setup.operator.solve(workload, 0)
+    facts = {
+        "name": workload.name,
+        "group": workload.group,
+        "label": spec.label,
+        "dtype": spec.dtype,
+        "constants": dict(spec.constants),
+        "sizes": dict(case.sizes),
+        "scalars": dict(case.scalars),
+        "kernel": min(times, key=lambda id: times[id]),
+    }
+    return WorkloadEntry.model_validate(facts)
