@@ -31,13 +31,13 @@ from typing import Any
 from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
+
+from evotune.errors import SandboxError, StudyError
 from evotune.fitness import _cute_zygote
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Cell, Child, Level, Limits, Sandbox, directory_bytes, python_paths
 from evotune.fitness.toolchain import Compiled, CompileError
 from evotune.search_space.template import Language, Unit, digest
-
-from evotune.errors import SandboxError, StudyError
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a --keep-cubin --keep-ptx"
 _JOBS_PER_ZYGOTE = 200  # then a fresh one: whatever leaks in the parent of the forks stays bounded

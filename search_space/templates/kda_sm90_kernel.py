@@ -26,6 +26,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
 from evotune.search_space.templates.kda_sm90_plan import ALIGNMENT_BYTES, WARP, Plan
 
 BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64

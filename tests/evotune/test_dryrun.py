@@ -9,13 +9,6 @@ from typing import Any
 
 import optuna
 import pytest
-from evotune.fitness import cute_toolchain, device
-from evotune.fitness.outcome import Failed, Failure, Resources, Stage
-from evotune.fitness.sandbox import Limits, Sandbox
-from evotune.fitness.toolchain import Compiled, CompileError
-from evotune.search_space.space import Space
-from evotune.search_space.template import Language, Specialization, Unit
-from evotune.search_space.templates.kda_sm90 import TEMPLATE, KdaSm90Knobs
 from optuna.trial import TrialState
 from rich.console import Console
 
@@ -23,6 +16,13 @@ from evotune import dryrun
 from evotune.config import parse
 from evotune.dryrun import DryRun, Inspected
 from evotune.errors import StudyError
+from evotune.fitness import cute_toolchain, device
+from evotune.fitness.outcome import Failed, Failure, Resources, Stage
+from evotune.fitness.sandbox import Limits, Sandbox
+from evotune.fitness.toolchain import Compiled, CompileError
+from evotune.search_space.space import Space
+from evotune.search_space.template import Language, Specialization, Unit
+from evotune.search_space.templates.kda_sm90 import TEMPLATE, KdaSm90Knobs
 from evotune.setup import Setup, resolve
 from evotune.trials import storage_at
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import StudyError
 from evotune.fitness import cute_toolchain
 from evotune.fitness.cute_toolchain import (
     CuteToolchain,
@@ -19,8 +21,6 @@ from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError
 from evotune.search_space.template import Unit
-
-from evotune.errors import StudyError
 
 LIMITS = Limits(wall_s=20)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from evotune.fitness import cute_toolchain
 from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
 from evotune.fitness.outcome import Resources
@@ -44,8 +45,20 @@ class TestLegality:
 
     def test_the_space_is_large_and_not_all_legal(self) -> None:
         space = Space(TEMPLATE, (spec(), spec("plain")))
-        legal = sum(1 for _ in space.legal())
-        assert 5_000 < legal < space.size
+        widths = [len(values) for values in space.choices]
+        cells = np.random.default_rng(2).integers(widths, size=(2000, len(widths))).tolist()
+        share = sum(space.is_legal(tuple(cell)) for cell in cells) / len(cells)
+        assert 0.2 < share < 0.7
+        assert share * space.size > 20_000
+
+    def test_the_kernel_reads_the_same_plan_from_its_constants(self) -> None:
+        space = Space(TEMPLATE, SPECS[:1])
+        for cell in space.sample_cells(np.random.default_rng(4), 20):
+            for each in SPECS:
+                knobs = space.at(cell)
+                plan = Plan.of(dict(TEMPLATE.unit("", knobs, each).constants))
+                assert TEMPLATE.why_not(knobs, each) == plan.why_not()
+                assert TEMPLATE.budget(knobs, each)["shared_bytes"] == plan.shared_bytes
 
     @pytest.mark.parametrize(
         ("knobs", "where", "reason"),
@@ -59,7 +72,11 @@ class TestLegality:
                 "K = 40 is not a multiple of 32",
             ),
             ({"warps": 1, "key_split": 1}, {}, "exceed 255: the state would spill"),
-            ({"warps": 1, "state": "shared", "value_tile": 128}, {}, "state elements per thread exceed 128"),
+            (
+                {"unroll": 2, "state": "shared", "value_tile": 128},
+                {},
+                "128 state elements per thread × unroll 2 exceed 128",
+            ),
             (
                 {"state": "shared", "stages": 4, "tokens": 32, "value_tile": 128, "warps": 8},
                 {},
