@@ -1,15 +1,20 @@
 """study.toml: defaults, every fault in one line, what a resumed study may change."""
 
-from collections.abc import Callable
+import re
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from evotune.config import changes, load
+from evotune.config import StudyConfig, changes, load, parse
 from evotune.errors import LegalityError, StudyError
 from evotune.setup import resolve
 from tests.evotune.toy import STUDY, study_file
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 
 def load_text(tmp_path: Path, text: str) -> Any:
@@ -107,3 +112,38 @@ def test_what_may_change(tmp_path: Path) -> None:
     found = changes(before, after)
     assert found[0] == "search.batch 4 → 5"
     assert len(found) == 2
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key that a study file may have, the workloads' apart."""
+    for name, field in model.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
+        tables = [a for a in inner if issubclass(a, BaseModel)]
+        if tables:
+            yield from keys_of(tables[0], f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_the_reference_explains_every_key_and_shows_the_defaults() -> None:
+    path = EXPERIMENTS / "reference.toml"
+    text = path.read_text()
+    uncommented = re.sub(r"^# (\[mutation\.llm\]|\w+ = .*)$", r"\1", text, flags=re.MULTILINE)
+    given = tomllib.loads(uncommented)
+    for dotted in keys_of(StudyConfig):
+        table: Any = given
+        for part in dotted.split("."):
+            assert part in table, f"reference.toml does not explain {dotted}"
+            table = table[part]
+    config = load(path).as_json()
+    default = parse({"study": {"name": "x", "template": "y"}, "workload": [{}]}, "here").as_json()
+    apart = {"study.name", "study.template", "study.time_limit_s", "mutation.operators", "workload"}
+    found = {line.split(" ")[0] for line in changes(default, config)} - apart
+    assert found == {"build.budget.code_bytes"}
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_study_file_fits_its_template(path: Path) -> None:
+    setup = resolve(load(path), path.parent)
+    assert setup.space.why_not(setup.space.default()) is None
+    assert setup.columns

@@ -1,0 +1,165 @@
+"""Commands: exit codes, one-line errors, JSON, closed pipes, a fast --help."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evotune.history import fold
+from evotune.journal import read
+from tests.evotune.toy import ROOT, STUDY, call, environment, study_file
+
+
+def bash(command: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a shell of its own, where pipes are real."""
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment()
+    )
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study's directory."""
+    path = study_file(tmp_path_factory.mktemp("done"))
+    run = call("run", path, "--json")
+    assert run.returncode == 0, run.stderr
+    state = json.loads(run.stdout)
+    assert state["trials"] == {"asked": 40, "judged": 40, "wanted": 40}
+    assert state["end"] == "all trials are done"
+    return path.parent / "toy.study"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ("numpy", "optuna", "pandas", "torch", "cutlass", "litellm", "plotly")
+    code = (
+        "import sys; from evotune.cli import app; from typer.main import get_command; get_command(app);"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    out = bash(f"{sys.executable} -c {shlex.quote(code)}")
+    assert out.stdout.strip() == "[]", out.stderr
+    shown = call("--help")
+    assert shown.returncode == 0
+    for command in ("run", "resume", "status", "show"):
+        assert command in shown.stdout
+
+
+def test_run_tells_progress_on_stderr_and_results_on_stdout(tmp_path: Path) -> None:
+    run = call("run", study_file(tmp_path), "--trials", "6", "--directory", tmp_path / "elsewhere")
+    assert run.returncode == 0
+    assert "best long" in run.stderr
+    assert "/min" in run.stderr
+    assert "Front (" in run.stdout
+    assert "6 of 6 candidates judged" in run.stdout
+    assert (tmp_path / "elsewhere" / "journal.jsonl").exists()
+
+
+def test_status_as_json_has_what_the_tables_have(done: Path) -> None:
+    state = json.loads(call("status", done, "--json").stdout)
+    assert state["passed"] + sum(state["failures"].values()) == 40
+    lives = {branch["id"]: branch["lives"] for branch in state["branches"]}
+    assert lives["b00"]
+    assert not all(lives.values())
+    best = state["best"]["speedup:long"]
+    assert best["values"]["speedup:long"] == max(m["values"]["speedup:long"] for m in state["front"])
+    assert state["cost_usd"] > 0
+    text = call("status", done.parent / "toy.toml").stdout
+    for piece in ("Best per objective", "Branches", "dead", "Front (", "body: int speed = 2;"):
+        assert piece in text
+
+
+def test_show_one_candidate(done: Path) -> None:
+    state = json.loads(call("status", done, "--json").stdout)
+    dead = next(branch["id"] for branch in state["branches"] if not branch["lives"])
+    number = fold(read(done).records).of(dead)[0].asked.index
+    told = json.loads(call("show", str(number), done, "--json").stdout)
+    assert told["branch"]["id"] == dead
+    assert told["verdict"] == "build_error"
+    assert "+#error" in told["diff"]
+    text = call("show", str(number), done).stdout
+    assert "build_error at build" in text
+    assert "+#error" in text
+    assert "body.c:3: error" in text
+
+
+def test_show_layouts_and_source(done: Path) -> None:
+    assert "tile of 8 floats in stack" in call("show", "0", done, "--layouts").stdout
+    assert json.loads(call("show", "0", done, "--layouts", "--json").stdout) == {
+        "float32": "tile of 8 floats in stack"
+    }
+    assert "EVOLVE-BEGIN body" in call("show", "0", done, "--source").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "40"), "no candidate 40; candidates 0 to 39 are there"),
+        (("show", "-1"), "no candidate -1"),
+    ],
+)
+def test_a_number_that_does_not_exist(done: Path, arguments: tuple[str, ...], message: str) -> None:
+    shown = call(arguments[0], "--", arguments[1], done)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trials", "trails", "unknown key trails; did you mean trials?"),
+        ("seed = 7", "seed 7", "is not TOML"),
+        ("toy:device", "toy:missing_device", "there is no toy device here; `run --dry-run` samples"),
+        ("toy:TEMPLATE", "toy:EMPTY_TEMPLATE", "no configuration of toy is legal"),
+        ("toy:TEMPLATE", "toy:BROKEN_TEMPLATE", "the default of template toy does not pass"),
+        ("toy:device", "toy:nobody", "device tests.evotune.toy:nobody cannot be loaded"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in STUDY
+    run = call("run", study_file(tmp_path, (old, new)))
+    assert run.returncode == 2
+    lines = [line for line in run.stderr.strip().splitlines() if "/min" not in line]
+    assert len(lines) == 1, run.stderr
+    assert lines[0].startswith("evotune: ")
+    assert message in lines[0]
+    if "BROKEN" not in new:
+        assert not (tmp_path / "toy.study").exists()
+
+
+def test_a_lost_device_is_one_line(tmp_path: Path) -> None:
+    run = call("run", study_file(tmp_path, ("toy:device", "toy:losing_device")))
+    assert run.returncode == 1
+    assert "evotune: the toy device is gone" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_there_is_nothing_to_show(tmp_path: Path) -> None:
+    empty = call("status", tmp_path)
+    assert (empty.returncode, "holds no study" in empty.stderr) == (2, True)
+    missing = call("status", tmp_path / "no")
+    assert (missing.returncode, "there is no" in missing.stderr) == (2, True)
+    resumed = call("resume", tmp_path)
+    assert (resumed.returncode, "holds no study" in resumed.stderr) == (2, True)
+
+
+def test_a_closed_pipe_is_no_traceback(done: Path) -> None:
+    out = bash(f"{sys.executable} -m evotune status {done} --json | true; echo ${{PIPESTATUS[0]}}")
+    assert "Traceback" not in out.stderr
+    assert "Exception" not in out.stderr
+    assert out.stdout.strip() in {"0", "1"}
+
+
+def test_a_run_outlives_the_reader_of_its_progress(tmp_path: Path) -> None:
+    path = study_file(tmp_path)
+    out = bash(f"{sys.executable} -m evotune run {path} 2>&1 >/dev/null | head -c 1")
+    state = json.loads(call("status", tmp_path / "toy.study", "--json").stdout)
+    assert state["trials"]["judged"] == 40, out
+
+
+def test_an_empty_front_is_said(tmp_path: Path) -> None:
+    call("run", study_file(tmp_path, ("toy:TEMPLATE", "toy:BROKEN_TEMPLATE")))
+    told = call("status", tmp_path / "toy.study")
+    assert told.returncode == 0
+    assert "The front is empty: no candidate has passed." in told.stdout
