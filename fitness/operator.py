@@ -125,7 +125,10 @@ class GateCase:
 
 
 class Operator(Protocol):
-    """All that evotune knows of what is being computed."""
+    """All that evotune knows of what is being computed.
+
+    Parameters typed Any are the operator's own `Workload` and `Case`, which it is never given another's of.
+    """
 
     @property
     def name(self) -> str: ...
@@ -147,7 +150,7 @@ class Operator(Protocol):
 
     def laws(self, spec: Specialization, level: Level) -> Sequence[Law]: ...
 
-    def solve(self, workload: Workload, seed: int) -> Case:
+    def solve(self, workload: Any, seed: int) -> Case:
         """Draw inputs and compute truth and bound. Deterministic in (workload, seed)."""
         ...
 
@@ -155,15 +158,15 @@ class Operator(Protocol):
         """A problem with nothing to do, on which the host cost of a call is measured."""
         ...
 
-    def work(self, workload: Workload) -> tuple[float, str]:
+    def work(self, workload: Any) -> tuple[float, str]:
         """Amount of work and its unit, such as (1024.0, "token-heads"), for throughput."""
         ...
 
-    def naive_time_us(self, case: Case) -> float:
+    def naive_time_us(self, case: Any) -> float:
         """Time of the numpy form a user would write, measured now, for the ratio in reports."""
         ...
 
-    def floor_us(self, workload: Workload, bytes_per_us: float) -> float:
+    def floor_us(self, workload: Any, bytes_per_us: float) -> float:
         """Physical floor: bytes that must move over the device's bandwidth."""
         ...
 
