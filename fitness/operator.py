@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.search_space.template import Constant, Specialization
 
 Array = npt.NDArray[Any]

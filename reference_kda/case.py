@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+
 from evotune.reference_kda.chunked import PAIRWISE, chunked
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.problem import LOWER_BOUND, Result, activate

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
 from evotune.reference_kda.namespace import Array, Namespace, to_bfloat16, to_tfloat32
 from evotune.reference_kda.packing import Packing
 from evotune.reference_kda.problem import Problem, Result

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.reference_kda.case import KdaCase
 from evotune.reference_kda.chunked import Form, chunked_with_intermediates
 from evotune.reference_kda.namespace import Array

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from evotune.reference_kda.case import KdaCase, KdaDiscrepancy, Question, case_of, solve
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.problem import activate

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
 from evotune.reference_kda.case import KdaCase, case_of, solve
 from evotune.reference_kda.chunked import Form, chunked
 from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
 from evotune.reference_kda.namespace import Array, Namespace
 
 LOWER_BOUND = -5.0

@@ -1,6 +1,7 @@
 """The definition of KDA, token by token. In float64 it is the truth that kernels are judged by."""
 
 import numpy as np
+
 from evotune.reference_kda.namespace import Array, Namespace
 from evotune.reference_kda.packing import Packing
 from evotune.reference_kda.problem import Problem, Result

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.reference_kda.problem import LOWER_BOUND
 
 Real = npt.NDArray[np.float64]

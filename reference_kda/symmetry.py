@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.tolerance import ROWS, Extent
 

@@ -52,6 +52,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.reference_kda.chunked import Form, chunked
 from evotune.reference_kda.namespace import Array, to_bfloat16
 from evotune.reference_kda.problem import Problem, Result, activate

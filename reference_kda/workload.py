@@ -7,10 +7,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from evotune.reference_kda.namespace import DTYPES, Array
-from evotune.reference_kda.regimes import REGIMES, Extents, deactivate, draw
 
 from evotune.errors import StudyError
+from evotune.reference_kda.namespace import DTYPES, Array
+from evotune.reference_kda.regimes import REGIMES, Extents, deactivate, draw
 
 CONTRACTS = ("plain", "production")
 HEAD_DIMS = (64, 96, 128)

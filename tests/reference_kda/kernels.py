@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from evotune.reference_kda import Form, KdaCase, Problem, Question, Result, activate, chunked, recurrence
 from evotune.reference_kda.namespace import DTYPES, Array, to_bfloat16
 

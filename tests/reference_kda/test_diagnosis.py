@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from evotune.reference_kda import KdaCase, Workload, activate, solve
 from evotune.reference_kda.chunked import Form
 from evotune.reference_kda.diagnosis import (
@@ -12,7 +13,6 @@ from evotune.reference_kda.diagnosis import (
     first_stage,
     intermediates,
 )
-
 from tests.reference_kda.kernels import MUTANTS, ChunkLoop, TokenLoop, answer
 
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+
 from evotune.reference_kda import KDA, Question
 from evotune.reference_kda.laws import laws_of
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.operator import _base
 from evotune.search_space.template import Specialization
-
 from tests.reference_kda.kernels import (
     HONEST_BFLOAT16,
     HONEST_FLOAT32,

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+
 from evotune.fitness.operator import Case, Operator, specialization
 from evotune.reference_kda import KDA, Workload, solve
 from evotune.reference_kda.gate_cases import FULL_REGIMES

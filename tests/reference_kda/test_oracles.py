@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from evotune.reference_kda import (
     PAIRWISE,
     REGIMES,
@@ -16,8 +19,6 @@ from evotune.reference_kda import (
     recurrence,
     swap_state_layout,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FORMS = (
     Form(chunk=64, block=16),

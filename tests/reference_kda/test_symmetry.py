@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evotune.reference_kda import KdaCase, Workload, activate, recurrence, solve
-from evotune.reference_kda.tolerance import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evotune.reference_kda import KdaCase, Workload, activate, recurrence, solve
+from evotune.reference_kda.tolerance import extent
 from tests.reference_kda.kernels import ChunkLoop, TokenLoop, answer
 
 

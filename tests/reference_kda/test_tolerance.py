@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+
 from evotune.reference_kda import KDA, REGIMES, KdaCase, Workload, solve
 from evotune.search_space.template import Specialization
-
 from tests.reference_kda.kernels import (
     HONEST_BFLOAT16,
     HONEST_FLOAT32,

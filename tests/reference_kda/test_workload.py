@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evotune.reference_kda import REGIMES, Workload, activate, draw_inputs, parse_workload
-from evotune.reference_kda.namespace import DTYPES
 
 from evotune.errors import StudyError
+from evotune.reference_kda import REGIMES, Workload, activate, draw_inputs, parse_workload
+from evotune.reference_kda.namespace import DTYPES
 
 GOOD: dict[str, Any] = {"name": "w", "batch": 2, "length": 8, "heads": 2, "value_heads": 4, "K": 64}
 
