@@ -17,7 +17,7 @@ FORGED. So is a time below the operator's physical floor.
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
@@ -68,20 +68,6 @@ class Timed:
     measurements: tuple[Measurement, ...]
     worst_error: float
     host_call_us: float
-
-
-def merged(blocks: Sequence[Timed]) -> Timed:
-    """Blocks of one candidate as one, samples joined in order."""
-    joined = [
-        replace(
-            parts[0],
-            samples_us=tuple(us for part in parts for us in part.samples_us),
-            baseline_samples_us=tuple(us for part in parts for us in part.baseline_samples_us),
-        )
-        for parts in zip(*(block.measurements for block in blocks), strict=True)
-    ]
-    worst_error = max(block.worst_error for block in blocks)
-    return Timed(tuple(joined), worst_error, median(block.host_call_us for block in blocks))
 
 
 class BaselineFault(Exception):
