@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from evotune.reference_kda.case import KdaCase, Question
 from evotune.reference_kda.namespace import DTYPES
 from evotune.search_space.template import Specialization, Unit

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from evotune.reference_kda.case import KdaCase, solve
 from evotune.reference_kda.problem import activate
 from evotune.reference_kda.recurrent import recurrence
@@ -19,7 +20,6 @@ from evotune.reference_kda.workload import Workload
 from evotune.search_space.branch import stages
 from evotune.search_space.space import choices_of
 from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
-
 from tests.search_space.host_kernel import Kernel, compile_unit, kernel, spec
 
 CHOICES = choices_of(KdaHostKnobs)
