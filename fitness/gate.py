@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from evotune.fitness.arena import GUARD, POISON, Flush, Placement, changed_bits, nan_word
 from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
 from evotune.fitness.outcome import Failed, Failure, Stage

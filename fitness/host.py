@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.evaluation import Evaluation
@@ -29,8 +31,6 @@ from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Template
-
-from evotune.errors import SandboxError, StudyError
 
 Artifacts = Mapping[Specialization, Artifact]
 _Builds = Mapping[Specialization, "Future[Artifact | Failed | Retry]"]

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+from evotune.errors import StudyError
 from evotune.fitness.outcome import Measurement, Value
 from evotune.search_space.branch import stages
 from evotune.search_space.template import Language
-
-from evotune.errors import StudyError
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evotune.errors import SandboxError
 from evotune.fitness import _runner_child as child
 from evotune.fitness.arena import Arena, Placement
 from evotune.fitness.operator import Parameter
 from evotune.fitness.outcome import Failure
 from evotune.fitness.sandbox import Cell, Child, Limits, Sandbox, python_paths
 from evotune.fitness.seccomp import judge_filter, supported
-
-from evotune.errors import SandboxError
 
 _NOT_OURS = "gave an answer that the runner's own code does not give"
 _KINDS = {"input": "p", "output": "p", "workspace": "p", "size": "i", "scalar": "f"}

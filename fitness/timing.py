@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
+
 from evotune.fitness.arena import Placement
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.operator import Case, Operator, Workload, specialization

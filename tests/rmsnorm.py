@@ -12,10 +12,10 @@ from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
-from evotune.fitness.operator import Array, Case, GateCase, Level, Role
-from evotune.search_space.template import Constant, Language, Specialization, Unit
 
 from evotune.errors import StudyError
+from evotune.fitness.operator import Array, Case, GateCase, Level, Role
+from evotune.search_space.template import Constant, Language, Specialization, Unit
 
 _UNIT_ROUNDOFF = 2.0**-24
 SOURCE = """\

@@ -201,7 +201,7 @@ def test_the_kda_default_is_as_fast_as_itself(kda: HostEvaluator) -> None:
 _DECAY = "store(d + c, exponential(x));"
 _RUN = "run_head(&head"
 _INITIAL = "load_state(h->initial ? h->initial + column * K : NULL, s)"
-# One wrong line each, in the recurrent form that the default knobs choose: text, replacement, rung if it is sure.
+# One wrong line each, in the recurrent form that the default knobs choose: text, replacement, rung if sure.
 KDA_MUTANTS: dict[str, tuple[str, str, Stage | None]] = {
     "beta forgotten": ("u[n] = (v[n] - total) * beta;", "u[n] = v[n] - total;", Stage.SMOKE),
     "state not yet decayed": ("delta(s, block->kd + i * K", "delta(s, block->k + i * K", Stage.SMOKE),

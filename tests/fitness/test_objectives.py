@@ -1,9 +1,12 @@
 """Named objectives: columns before anything ran, values only from evidence."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+
+from evotune.errors import StudyError
 from evotune.fitness.objectives import (
     OBJECTIVES,
     Column,
@@ -14,8 +17,6 @@ from evotune.fitness.objectives import (
     values,
 )
 from evotune.fitness.outcome import Measurement
-
-from evotune.errors import StudyError
 
 
 def measured(workload: str, group: str, time_us: float, baseline_us: float) -> Measurement:
@@ -64,7 +65,7 @@ def test_complexity_of_python_stages() -> None:
 
 @dataclass(frozen=True)
 class Worst:
-    def columns(self, groups: list[str]) -> tuple[Column, ...]:
+    def columns(self, groups: Sequence[str]) -> tuple[Column, ...]:
         return (Column("worst", "x", maximize=True),)
 
     def values(self, evidence: Evidence) -> tuple[float, ...]:

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import SandboxError
 from evotune.fitness.outcome import Failure
 from evotune.fitness.runner import Fault, Loadable, Runner, kinds
 from evotune.fitness.sandbox import Sandbox
-
-from evotune.errors import SandboxError
 from tests.fitness.compiled import ARENA_BYTES, SIGNATURE, WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsWorkload
 
@@ -140,10 +140,11 @@ def test_a_process_that_never_starts_is_not_the_candidates_fault(
 
 def test_nothing_is_left_behind(bench: Bench) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with bench.runner(SOURCE) as runner:
-        assert runner.alive
+    runner = bench.starter(SOURCE)()
+    was_alive = runner.alive
     runner.close()
-    assert not runner.alive
+    runner.close()
+    assert (was_alive, runner.alive) == (True, False)
     assert set(os.listdir("/proc/self/fd")) == before
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Runner
 from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
-
 from tests.fitness.compiled import WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsOperator, RmsWorkload
 
@@ -91,7 +91,12 @@ def test_quiet_holds_while_kernels_run_and_not_while_inputs_are_drawn(
 
     with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
         place = candidate.place
-        monkeypatch.setattr(candidate, "place", lambda *a, **k: (events.append("place"), place(*a, **k))[1])
+
+        def noting(index, case, **kwargs):  # type: ignore[no-untyped-def]
+            events.append("place")
+            return place(index, case, **kwargs)
+
+        monkeypatch.setattr(candidate, "place", noting)
         _Watched(events).watch(candidate.runner, monkeypatch)
         assert isinstance(replace(timer(), quiet=quiet).time(candidate, baseline), Timed)
     inside = events[events.index("quiet") : events.index("loud")]
