@@ -178,7 +178,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 def _binomial_cdf(k: int, n: int) -> float:
     """P(Binomial(n, 1/2) <= k)."""
-    return sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+    return sum(math.comb(n, i) for i in range(k + 1)) * 0.5**n
 
 
 def _judge_all(
@@ -200,12 +200,13 @@ def _judge_all(
 
 def _confirm(job: Job, kernel: Chosen, evaluator: HostEvaluator) -> Confirmation | Failed:
     """Trouble that is not the kernel's is tried again; when it stays, nobody can be exported here."""
+    reasons = []
     for _ in range(_TRIES):
         verdict = evaluator.confirm(_candidate(job, kernel), job.blocks)
         if not isinstance(verdict, Retry):
-            failed = None if isinstance(verdict, Failed) else verdict.report.failed
-            return failed or verdict
-    raise SandboxError(f"{kernel.id} could not be judged: {verdict.reason}")
+            return verdict
+        reasons.append(verdict.reason)
+    raise SandboxError(f"{kernel.id} could not be judged: {reasons[-1]}")
 
 
 def _candidate(job: Job, kernel: Chosen) -> Candidate:

@@ -45,11 +45,11 @@ class FileEntry(_Model):
 
     name: Name
     sha256: Hash
-    bytes: Annotated[int, Field(ge=0, le=FILE_LIMIT)]
+    size_bytes: Annotated[int, Field(ge=0, le=FILE_LIMIT)]
 
     @classmethod
     def of(cls, name: str, data: bytes) -> Self:
-        return cls(name=name, sha256=sha256(data).hexdigest(), bytes=len(data))
+        return cls(name=name, sha256=sha256(data).hexdigest(), size_bytes=len(data))
 
 
 class SpecializationEntry(_Model):
@@ -322,7 +322,7 @@ class Folder:
     def checked(self, entry: FileEntry) -> bytes:
         """A file with the size and hash that a manifest gives it; raises StudyError otherwise."""
         data = self.read(entry.name, FILE_LIMIT)
-        if sha256(data).hexdigest() != entry.sha256 or len(data) != entry.bytes:
+        if sha256(data).hexdigest() != entry.sha256 or len(data) != entry.size_bytes:
             raise StudyError(f"{self.where}/{entry.name}: its sha256 is not the one in {MANIFEST}")
         return data
 

@@ -2,22 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from evotune import bundle, manifest
+from evotune.reference_kda.operator import KDA
 from evotune.reference_kda.problem import LOWER_BOUND
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Unit
 from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
-
-from evotune import bundle, manifest
+from evotune.workbench import Workbench
 from tests.search_space.host_kernel import Kernel, compile_unit
 
 Build = Callable[[Unit], tuple[bytes, bytes]]
 INTERVAL = manifest.Interval(low=1.8, median=2.0, high=2.3, confidence=0.96)
+
+
+@cache
+def bench() -> Workbench:
+    """One judge for all tests: solving the gate's cases takes seconds."""
+    return Workbench.open(KDA)
 
 
 def timing(workload: str, group: str, time_us: float = 10.0) -> manifest.Timing:

@@ -4,17 +4,15 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from evotune.reference_kda.operator import KDA
-from evotune.search_space.template import Unit
-from evotune.search_space.templates.kda_host import TEMPLATE
 
 from evotune import bundle, manifest
 from evotune.errors import StudyError
+from evotune.search_space.template import Unit
+from evotune.search_space.templates.kda_host import TEMPLATE
 from evotune.verify import Finding, Verification
 from evotune.verify import verify as verify_alone
 from evotune.workbench import Workbench
@@ -25,21 +23,15 @@ PLAIN = spec(64, 64)
 WRONG = TEMPLATE.source.replace("acc[j][n] += row * q[k + j];", "acc[j][n] += row * q[k + j] * 1.01f;")
 
 
-@cache
-def shared() -> Workbench:
-    """One judge for all: solving the gate's cases takes seconds."""
-    return Workbench.open(KDA)
-
-
 def verify(
     directory: Path, *, rebuild: bool = False, say: Callable[[Finding], None] = lambda finding: None
 ) -> Verification:
-    return verify_alone(directory, rebuild=rebuild, say=say, opening=lambda operator: shared())
+    return verify_alone(directory, rebuild=rebuild, say=say, opening=lambda operator: exports.bench())
 
 
 @pytest.fixture(scope="module")
 def bench() -> Workbench:
-    return shared()
+    return exports.bench()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +75,7 @@ def reseal(directory: Path, kernel: str = "good", **changes: object) -> None:
         for entry in (built["object"], built["library"]):
             if (own / entry["name"]).is_file():
                 content = (own / entry["name"]).read_bytes()
-                entry |= {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+                entry |= {"sha256": sha256(content).hexdigest(), "size_bytes": len(content)}
     (own / "manifest.json").write_text(json.dumps(data))
     index = json.loads((directory / "manifest.json").read_text())
     index["kernels"][kernel] = sha256((own / "manifest.json").read_bytes()).hexdigest()
@@ -158,7 +150,7 @@ def test_a_rebuild_that_differs_is_found(copy: Path) -> None:
     source = copy / "kernels" / "good" / "kernel.c"
     changed = WRONG.encode()
     source.write_bytes(changed)
-    entry = {"name": "kernel.c", "sha256": sha256(changed).hexdigest(), "bytes": len(changed)}
+    entry = {"name": "kernel.c", "sha256": sha256(changed).hexdigest(), "size_bytes": len(changed)}
     reseal(copy, source=entry)
     found = verify(copy, rebuild=True)
     assert "gives another object" in found.findings[-1].problem
@@ -166,7 +158,7 @@ def test_a_rebuild_that_differs_is_found(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", ".."])
 def test_names_cannot_leave_the_directory(copy: Path, name: str) -> None:
-    reseal(copy, source={"name": name, "sha256": "0" * 64, "bytes": 1})
+    reseal(copy, source={"name": name, "sha256": "0" * 64, "size_bytes": 1})
     assert "source.name" in problems(copy)["good"]
 
 
