@@ -42,6 +42,7 @@ from evotune.search_space.template import Language, Unit, digest
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a --keep-cubin --keep-ptx"
 _JOBS_PER_ZYGOTE = 200  # then a fresh one: whatever leaks in the parent of the forks stays bounded
 _START_S = 60.0
+_STARTS_AT_ONCE = 8
 _GRACE_S = 5.0  # beyond the job's own limit before the whole sandbox is killed
 _ANSWER_BYTES = 128 << 20
 _LOG_LINES, _LINE_CHARACTERS = 30, 400
@@ -82,8 +83,8 @@ class CuteToolchain:
         self._version = importlib.metadata.version("nvidia-cutlass-dsl")
         self._lock = threading.Lock()
         self._idle: list[_Zygote] = []
-        # A sandbox dies with the thread that started it; this one lives as long as the toolchain.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="cute-zygote")
+        # A sandbox dies with the thread that started it; these live as long as the toolchain.
+        self._starters = ThreadPoolExecutor(_STARTS_AT_ONCE, thread_name_prefix="cute-zygote")
 
     @property
     def id(self) -> str:
@@ -144,14 +145,14 @@ class CuteToolchain:
             idle, self._idle = self._idle, []
         for zygote in idle:
             zygote.close()
-        self._starter.shutdown()
+        self._starters.shutdown()
 
     def _take(self, sandbox: Sandbox, limits: Limits) -> "_Zygote":
         with self._lock:
             for i, zygote in enumerate(self._idle):
                 if zygote.sandbox is sandbox and zygote.limits == limits:
                     return self._idle.pop(i)
-        return self._starter.submit(_Zygote, sandbox, limits).result()
+        return self._starters.submit(_Zygote, sandbox, limits).result()
 
 
 class _Zygote:
