@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+
+from evotune.errors import ProposalError
 from evotune.mutators.mutator import Mutator, Proposal, Request
 from evotune.search_space.branch import frame, stages
 from evotune.search_space.template import digest
-
-from evotune.errors import ProposalError
 from tests.mutators.toys import failed
 
 

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+
+from evotune.errors import ProposalError
 from evotune.mutators.crossover import Crossover, complementarity
 from evotune.mutators.mutator import Mutator, Request
 from evotune.search_space.branch import stages
 from evotune.search_space.template import digest
-
-from evotune.errors import ProposalError
 from tests.mutators.contract import MutatorContract
 from tests.mutators.toys import SEED, child, request, standing
 

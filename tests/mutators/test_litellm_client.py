@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evotune.mutators.client import Answer, CallError, LlmSettings, Message, Question
-from evotune.mutators.litellm_client import LiteLlmClient, refuse_malicious
 
 from evotune.errors import StudyError
+from evotune.mutators.client import Answer, CallError, LlmSettings, Message, Question
+from evotune.mutators.litellm_client import LiteLlmClient, refuse_malicious
 from tests.mutators.fake_service import Reply, serve
 
 KEY = "sk-planted/0123456789+abc=="

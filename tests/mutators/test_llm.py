@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import ProposalError, StudyError
 from evotune.mutators.client import LlmSettings
 from evotune.mutators.llm import LlmMutator, from_settings
 from evotune.mutators.mutator import Mutator, Request
 from evotune.mutators.transcript import FILE, ReplayClient, Transcript
 from evotune.search_space.branch import stages
-
-from evotune.errors import ProposalError, StudyError
 from tests.mutators.contract import MutatorContract
 from tests.mutators.fake_service import Reply, serve
 from tests.mutators.toys import SEED, ToyKnobs, failed, request, standing

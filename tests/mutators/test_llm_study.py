@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from evotune.mutators import patch
-from evotune.mutators.transcript import FILE, Transcript
 
 from evotune.errors import StudyError
 from evotune.history import History, fold
 from evotune.journal import read
+from evotune.mutators import patch
+from evotune.mutators.transcript import FILE, Transcript
 from evotune.replay import replay
 from evotune.study import StudyRun
 from tests.evotune.toy import run_study, setup_of, study_file

@@ -3,12 +3,12 @@
 import string
 
 import pytest
-from evotune.mutators.patch import Edit, apply, knob_line, parse, summary
-from evotune.search_space.branch import frame, stages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evotune.errors import PatchError
+from evotune.mutators.patch import Edit, apply, knob_line, parse, summary
+from evotune.search_space.branch import frame, stages
 
 SOURCE = """\
 #include <math.h>

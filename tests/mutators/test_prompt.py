@@ -3,11 +3,11 @@
 import re
 
 import pytest
+
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.mutators import prompt
 from evotune.mutators.mutator import Proposal, Request, Standing
 from evotune.mutators.patch import apply, parse
-
 from tests.mutators.toys import SEED, SOURCE, SPEC, TOY, ToyKnobs, child, failed, passed, request, standing
 
 OTHER = child("b01", scale="// scale 1\n")

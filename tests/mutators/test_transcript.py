@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import ProposalError, StudyError
 from evotune.mutators.client import Answer, CallError, LlmSettings, Message, Question, redact
 from evotune.mutators.metered import MeteredClient
 from evotune.mutators.transcript import FILE, ReplayClient, Transcript
-
-from evotune.errors import ProposalError, StudyError
 
 KEY = 'sk-planted/"0123456789"+abc=='
 SETTINGS = LlmSettings(model="m", api_base="http://x", max_cost_usd=1.0, tries=3)
