@@ -7,6 +7,7 @@ page elsewhere could reach a loopback server under a name of its own.
 
 import errno
 import json
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -83,11 +84,11 @@ def serve(directory: Path, url: str, port: int, say: Callable[[str], None]) -> N
     """Serve until Ctrl-C. Raises StudyError. `say` is told the address once it answers."""
     with server(storage_of(directory, url), directory, port) as bound:
         warnings.filterwarnings("ignore", module="optuna")  # its importance evaluator's, per poll of the page
-        say(f"http://{HOST}:{bound.server_port}/dashboard/")
         # Not in the main thread: shutdown() waits for serve_forever(), which Ctrl-C would have left.
         thread = threading.Thread(target=bound.serve_forever, daemon=True)
         thread.start()
         try:
+            say(f"http://{HOST}:{bound.server_port}/dashboard/")
             thread.join()
         except KeyboardInterrupt:
             bound.shutdown()
@@ -95,6 +96,11 @@ def serve(directory: Path, url: str, port: int, say: Callable[[str], None]) -> N
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes a connection early is no news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Silent(WSGIRequestHandler):

@@ -26,7 +26,6 @@ from evotune.plots import figures
 from evotune.study import StudyRun
 from tests.evotune.toy import run_study, setup_of, study_file
 
-
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     "--headless",
