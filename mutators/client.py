@@ -12,9 +12,8 @@ from enum import StrEnum
 from typing import Literal, Protocol
 from urllib.parse import quote
 
-from evotune.search_space.template import digest
-
 from evotune.errors import StudyError
+from evotune.search_space.template import digest
 
 REDACTED = "[redacted]"
 # Services give keys of 20 characters and more; shorter ones are the placeholders that local servers take, and

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from random import Random
 
+from evotune.errors import ProposalError
 from evotune.fitness.outcome import Failed
 from evotune.mutators.mutator import Proposal, Request, Standing
 from evotune.mutators.speed import group_speedups
 from evotune.search_space.branch import frame, replace_stage, stages
 from evotune.search_space.template import digest
-
-from evotune.errors import ProposalError
 
 # All subsets of up to ten differing stages; of more, so many are drawn.
 _MAX_SUBSETS = 1024

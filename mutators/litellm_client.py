@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evotune.mutators.client import Answer, CallError, LlmSettings, Question, api_key, redact
-
 from evotune.errors import StudyError
+from evotune.mutators.client import Answer, CallError, LlmSettings, Question, api_key, redact
 
 # Published with stolen tokens; they read environment variables at import.
 _MALICIOUS = ("1.82.7", "1.82.8")

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from evotune.errors import PatchError, ProposalError
 from evotune.fitness.outcome import Failed
 from evotune.mutators import patch, prompt
 from evotune.mutators.client import Answer, Client, LlmSettings, Message, Question
@@ -18,8 +19,6 @@ from evotune.mutators.mutator import Proposal, Request, Standing
 from evotune.mutators.transcript import FILE, ReplayClient, Transcript
 from evotune.search_space.space import Space
 from evotune.search_space.template import digest
-
-from evotune.errors import PatchError, ProposalError
 
 # `Proposal.extra["turns"]`: how often the model was asked for it.
 _MOST_TURNS = 2

@@ -6,10 +6,9 @@ from dataclasses import replace
 from random import Random
 from typing import Protocol
 
+from evotune.errors import ProposalError
 from evotune.mutators.client import Answer, LlmSettings, Question
 from evotune.mutators.transcript import Transcript
-
-from evotune.errors import ProposalError
 
 # A service that asks for a longer pause is given up on: the study has other things to do.
 _LONGEST_WAIT_S = 60.0

@@ -21,9 +21,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from evotune.search_space.branch import frame, replace_stage, stages
-
 from evotune.errors import PatchError
+from evotune.search_space.branch import frame, replace_stage, stages
 
 # An honest rewrite of a whole template is below 60 kB; matching stays below 0.1 s up to here.
 MAX_ANSWER_CHARS = 200_000

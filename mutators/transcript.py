@@ -13,9 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from evotune.mutators.client import Answer, CallError, Question, redact
-
 from evotune.errors import ProposalError, StudyError
+from evotune.mutators.client import Answer, CallError, Question, redact
 
 FILE = "llm.jsonl"
 
