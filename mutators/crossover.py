@@ -36,7 +36,7 @@ class Crossover:
         for pair in _shuffled(_pairs(request.standings), rng):
             for names, source in _children(pair, rng):
                 if digest(source) not in request.tried:
-                    return _proposal(pair, names, source)
+                    return _proposal(pair, names, source, rng)
         raise ProposalError("crossover: every mixture of the living branches was tried")
 
     def repair(self, request: Request, proposal: Proposal, failed: Failed) -> Proposal | None:
@@ -96,7 +96,15 @@ def _subsets(names: Sequence[str], rng: Random) -> list[tuple[str, ...]]:
     return [subset for subset in drawn if 0 < len(subset) < len(names)]
 
 
-def _proposal(pair: _Pair, names: tuple[str, ...], source: str) -> Proposal:
+def _proposal(pair: _Pair, names: tuple[str, ...], source: str, rng: Random) -> Proposal:
+    """Starts from either parent's best knobs: one parent's may leave out the stages that the other gave."""
     receiver, donor = pair.receiver.branch, pair.donor.branch
-    note = f"{', '.join(names)} of {donor.id} in {receiver.id}"
-    return Proposal(source, receiver.id, "crossover", note, other_parent=donor.id)
+    best = rng.choice((pair.receiver, pair.donor)).best
+    return Proposal(
+        source,
+        receiver.id,
+        "crossover",
+        f"{', '.join(names)} of {donor.id} in {receiver.id}",
+        other_parent=donor.id,
+        start=best[0][0] if best else None,
+    )

@@ -12,7 +12,7 @@ from evotune.mutators.mutator import Mutator, Request
 from evotune.search_space.branch import stages
 from evotune.search_space.template import digest
 from tests.mutators.contract import MutatorContract
-from tests.mutators.toys import SEED, child, request, standing
+from tests.mutators.toys import SEED, ToyKnobs, child, request, standing
 
 ONE = child("b01", load="// load 1\n", scale="// scale 1\n")
 TWO = child("b02", scale="// scale 2\n", store="// store 2\n")
@@ -75,6 +75,13 @@ def test_parents_good_at_different_groups_are_preferred() -> None:
     alike = parents[frozenset(("b01", "b02"))]
     assert parents[frozenset(("b01", "b03"))] > 1.5 * alike
     assert alike > 0
+
+
+def test_children_start_from_the_best_knobs_of_either_parent() -> None:
+    mine, theirs = ToyKnobs(unroll=2), ToyKnobs(mode="fused")
+    asked = (standing(ONE, mine, long=2.0), standing(TWO, theirs, long=1.5))
+    starts = {Crossover().propose(request(seed, *asked)).start for seed in range(20)}
+    assert starts == {mine, theirs}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a model is told, and what it is not."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,10 @@ from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.mutators import prompt
 from evotune.mutators.mutator import Proposal, Request, Standing
 from evotune.mutators.patch import apply, parse
-from tests.mutators.toys import SEED, SOURCE, SPEC, TOY, ToyKnobs, child, failed, passed, request, standing
+from evotune.plugins import TEMPLATES, load
+from evotune.search_space.branch import Branch, stages
+from evotune.search_space.template import Specialization
+from tests.mutators.toys import SEED, SOURCE, SPEC, ToyKnobs, child, failed, request, standing
 
 OTHER = child("b01", scale="// scale 1\n")
 
@@ -98,15 +102,21 @@ def test_the_answer_format_in_the_prompt_is_the_one_that_is_parsed() -> None:
     assert "scale" in apply(SOURCE, [type(edit)((), ("// new scale",), "scale")])
 
 
-def test_the_shipped_operator_has_its_mathematics() -> None:
-    class Kda(type(TOY)):  # type: ignore[misc]
-        operator = "kda"
-
-    asked = Request(Kda(), (SPEC,), (standing(SEED),), frozenset(), 0)
-    assert "Kimi Delta Attention" in text_of(asked, standing(SEED))
+@pytest.mark.parametrize("name", ["kda_host", "kda_sm90"])
+def test_shipped_templates_are_described_whole(name: str) -> None:
+    template = load(name, TEMPLATES, "template")
+    spec = Specialization("kda", "bfloat16", (("K", 128), ("V", 128), ("contract", "plain")))
+    seed = Branch("b00", template.source, None, "seed", "the template as shipped")
+    asked = Request(template, (spec,), (Standing(seed),), frozenset(), 0)
+    text = prompt.task(asked, asked.standings[0])[-1].content
+    assert "Kimi Delta Attention" in text
+    assert template.source.rstrip() in text
+    assert f"```{'python' if name == 'kda_sm90' else 'c'}\n" in text
+    assert all(f"- {field.name} in " in text for field in dataclasses.fields(template.knobs))
+    assert ", ".join(stages(template.source)) in text
+    assert len(text) < 80_000  # some 25,000 tokens
 
 
 def test_equal_requests_give_equal_words() -> None:
     parent = standing(SEED, long=2.0)
     assert prompt.task(request(0, parent), parent) == prompt.task(request(0, parent), parent)
-    assert passed(long=2.0) == passed(long=2.0)
