@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from evotune.fitness import landlock, sandbox
-from evotune.fitness.sandbox import Cell, Level, Limits, Sandbox, python_paths
 
 from evotune.errors import SandboxError
+from evotune.fitness import cell as walls_module
+from evotune.fitness import landlock
+from evotune.fitness.sandbox import Cell, Level, Limits, Sandbox, python_paths
 from tests.fitness.walls import bubblewrap, landlocked, run_python, without_namespaces
 
 
@@ -281,7 +282,7 @@ def test_machine_without_walls_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_machine_without_bwrap_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: None)
+    monkeypatch.setattr(walls_module, "find_bwrap", lambda: None)
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     with pytest.raises(SandboxError, match="bwrap is not installed"):
         Sandbox.detect()

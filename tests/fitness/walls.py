@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from evotune.fitness import landlock, sandbox
+
+from evotune.fitness import cell, landlock
 from evotune.fitness.sandbox import Cell, Completed, Level, Limits, Sandbox, python_paths
 
 
@@ -22,7 +23,7 @@ def without_namespaces(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     refusing = folder / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: Creating new namespace failed' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: str(refusing))
+    monkeypatch.setattr(cell, "find_bwrap", lambda: str(refusing))
 
 
 def landlocked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Sandbox:
@@ -35,5 +36,5 @@ def landlocked(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Sandbox:
 
 
 def run_python(walls: Sandbox, scratch: Path, source: str, limits: Limits | None = None) -> Completed:
-    cell = Cell(scratch=scratch, read_only=python_paths(), limits=limits or Limits(wall_s=20))
-    return walls.run([sys.executable, "-I", "-S", "-c", source], cell)
+    place = Cell(scratch=scratch, read_only=python_paths(), limits=limits or Limits(wall_s=20))
+    return walls.run([sys.executable, "-I", "-S", "-c", source], place)
