@@ -193,6 +193,30 @@ def verify(
 
 
 @app.command()
+def diagnose(
+    number: Annotated[int, typer.Argument(metavar="N", help="Number of the candidate.")],
+    study: StudyPath = None,
+    source: Annotated[
+        Path | None, typer.Option(help="Judge this file, with the candidate's knobs, in place of its source.")
+    ] = None,
+    as_json: AsJson = False,
+    unsafe: Unsafe = False,
+) -> None:
+    """Where a kernel goes wrong: rung, case, head, chunk, token, stage. Exit code 1 when it does."""
+    from evotune import report
+    from evotune.diagnose import candidate_of
+    from evotune.diagnose import diagnose as look
+    from evotune.setup import from_header
+
+    directory = _directory(study)
+    history = _history(directory)
+    setup = replace(from_header(history.begun.config, history.begun.base, directory), unsafe=unsafe)
+    found = look(setup, candidate_of(setup, history, report.find(history, number), source))
+    print(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(found.lines()))
+    raise typer.Exit(0 if found.failed is None else 1)
+
+
+@app.command()
 def init(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the file goes.")] = Path(),
 ) -> None:

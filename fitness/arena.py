@@ -226,6 +226,11 @@ class Arena:
             if buffer.role == "output"
         }
 
+    def workspace(self, placement: Placement) -> Array:
+        """A copy of the workspace as bytes, 64-byte aligned at its start in the arena; empty without one."""
+        found = [self._view(buffer) for buffer in placement.buffers if buffer.role == "workspace"]
+        return found[0].copy() if found else np.empty(0, np.uint8)
+
     def unwritten(self, placement: Placement, poison: int = POISON) -> str | None:
         """Which output still holds poison and in how many elements; None when all were written."""
         for buffer in placement.buffers:
