@@ -27,7 +27,7 @@ from evotune.config import changes
 from evotune.controller import SEED_BRANCH, Plan, Propose, Repair, Slot, decide, randomness
 from evotune.errors import DeviceLost, EvotuneError, PatchError, ProposalError, SandboxError, StudyError
 from evotune.fitness.evaluation import Evaluation, Evaluator
-from evotune.fitness.outcome import Failed, Retry
+from evotune.fitness.outcome import Failed, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, Journal, Lock, read
 from evotune.mutators.mutator import Mutator, Proposal, Request, Standing
@@ -300,7 +300,7 @@ class StudyRun:
             step=asked.step,
             index=asked.index,
             trial=asked.trial,
-            outcome=evaluation.outcome,
+            outcome=_charged(asked, evaluation.outcome),
             seconds=dict(evaluation.seconds),
             artifacts={label: artifact.digest for label, artifact in evaluation.artifacts.items()},
             elapsed_s=self.elapsed_s,
@@ -425,6 +425,14 @@ class StudyRun:
                 f"the default of template {self.setup.template.name} does not pass, so there is no speed to "
                 f"compare with: {notes.headline(failed)}"
             )
+
+
+def _charged(asked: Asked, outcome: Outcome) -> Outcome:
+    """The outcome, but trouble of the machine when the default kernel failed while timed against itself:
+    nothing it did can be told apart from what the default did."""
+    if asked.index == 0 and isinstance(outcome, Failed) and outcome.stage is Stage.TIME:
+        return Retry(f"the default kernel cannot be timed against itself ({notes.headline(outcome)})")
+    return outcome
 
 
 def standings(setup: Setup, history: History) -> tuple[Standing, ...]:

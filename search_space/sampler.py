@@ -168,7 +168,7 @@ class PoolPlan:
     """
 
     startup: int = 10
-    drawn: int = 1000
+    drawn: int = 500
     centres: int = 5
     good: float = 0.15
     random: float = 0.08

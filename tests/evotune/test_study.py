@@ -9,13 +9,13 @@ from typing import Any
 
 import optuna
 import pytest
-from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from optuna.artifacts import get_all_artifact_meta
 from optuna.trial import TrialState
 from optuna_dashboard._note import get_note_from_system_attrs
 
 import evotune
 from evotune.errors import DeviceLost, SandboxError, StudyError
+from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, read
 from evotune.records import Asked, BranchAdded, Judged, Refusal
@@ -184,6 +184,17 @@ def test_a_broken_baseline_ends_the_study_in_one_line(tmp_path: Path) -> None:
         run_study(setup)
     with pytest.raises(StudyError, match=message):
         run_study(setup, resumed=True)
+
+
+def test_a_default_that_is_slower_than_itself_is_the_machines_trouble(tmp_path: Path) -> None:
+    setup = setup_of(study_file(tmp_path), trials=6)
+    noise = Failed(Failure.FORGED, Stage.TIME, "its clock leaves out 845 us of a call")
+    loop = run_study(setup, ToyDevice(setup, {0: noise, 1: noise}))
+    assert loop.history.retries == {0: 2}
+    assert all(entry.passed for entry in loop.history.entries)
+    other = setup_of(study_file(tmp_path), directory="other.study")
+    with pytest.raises(SandboxError, match="the default kernel cannot be timed against itself"):
+        run_study(other, ToyDevice(other, dict.fromkeys(range(9), noise)))
 
 
 def test_when_every_candidate_fails_the_study_still_ends(tmp_path: Path) -> None:
