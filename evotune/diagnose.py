@@ -191,7 +191,7 @@ class _Wrong:
 def _wrong_cases(setup: Setup, report: GateReport) -> list[_Wrong]:
     """Failed cases against the truth, in the ladder's order; a law or a call twice cannot be looked into."""
     specs = setup.specializations
-    by_name = {}
+    by_name: dict[tuple[str, str], _Wrong] = {}
     for i, spec in enumerate(specs):
         for entry in setup.operator.gate_cases(spec, "full"):
             name = entry.name if len(specs) == 1 else f"{entry.name} [{spec.label}]"

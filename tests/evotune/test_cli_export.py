@@ -1,0 +1,95 @@
+"""Exit codes and output of export, verify, diagnose, init and doctor."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evotune import bundle
+from tests.evotune import exports
+from tests.evotune.toy import call
+from tests.search_space.host_kernel import spec
+
+STUDY = """
+[study]
+name = "small"
+template = "kda_host"
+trials = 4
+
+[search]
+batch = 4
+
+[timing]
+samples = 3
+
+[[workload]]
+name = "one"
+length = 33
+K = 64
+V = 64
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of real kernels; its directory."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "small.toml").write_text(STUDY)
+    done = call("run", folder / "small.toml")
+    assert done.returncode == 0, done.stderr
+    return folder / "small.study"
+
+
+def test_a_study_is_exported_verified_and_diagnosed(study: Path) -> None:
+    out = study.parent / "pareto"
+    done = call("export", study, "--out", out, "--limit", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["exported"]
+    assert (out / "kda.py").exists()
+
+    again = call("export", study.parent / "small.toml", "--out", out)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr.startswith("evotune: ")
+    assert again.stderr.count("\n") == 1
+
+    held = call("verify", out, "--json")
+    assert held.returncode == 0, held.stderr
+    assert json.loads(held.stdout)["held"] is True
+
+    (out / "kernels" / told["exported"][0] / "kernel.c").write_text("changed")
+    broken = call("verify", out)
+    assert broken.returncode == 1
+    assert "sha256" in broken.stderr
+
+    right = call("diagnose", "0", study, "--json")
+    assert right.returncode == 0, right.stderr
+    assert json.loads(right.stdout)["held"] is True
+
+
+def test_verify_of_what_is_no_export_is_exit_2(tmp_path: Path) -> None:
+    kernel = exports.kernel("k", (spec(64, 64),), tmp_path)
+    bundle.write(tmp_path / "out", exports.index([kernel], []), [kernel])
+    (tmp_path / "out" / "manifest.json").write_text("{}")
+    for directory in (tmp_path / "out", tmp_path / "none"):
+        done = call("verify", directory)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+
+
+def test_diagnose_and_export_of_what_is_not_there_are_exit_2(study: Path, tmp_path: Path) -> None:
+    assert call("diagnose", "99", study).returncode == 2
+    assert call("diagnose", "0", study, "--source", tmp_path / "none.c").returncode == 2
+    assert call("export", tmp_path / "none").returncode == 2
+    assert call("export", study, "--out", tmp_path / "no" / "such").returncode == 2
+
+
+def test_init_then_doctor(tmp_path: Path) -> None:
+    first, second = call("init", tmp_path), call("init", tmp_path)
+    assert (first.returncode, second.returncode) == (0, 2)
+    assert "python -m evotune run" in first.stdout
+    assert "exists and is kept" in second.stderr
+    done = call("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    assert {check["name"] for check in json.loads(done.stdout)} >= {"sandbox", "compiler", "GPU"}
+    assert "sandbox" in call("doctor").stdout
