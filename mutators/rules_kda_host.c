@@ -225,20 +225,7 @@ static inline void update(float *restrict s, const float *restrict d, const floa
 }
 
 // RULE scores two_rows algorithm=chunked
-// two rows share each column's loads, and four sums are reduced together
-static inline void scores_sum4(vf a, vf b, vf c, vf e, float *to) {
-    typedef float v4 __attribute__((vector_size(16)));
-    union { vf whole; v4 part[LANES / 4]; } of[4] = {{a}, {b}, {c}, {e}};
-    v4 x[4];
-    for (int i = 0; i < 4; i++) {
-        x[i] = of[i].part[0];
-        for (int p = 1; p < LANES / 4; p++) x[i] += of[i].part[p];
-    }
-    v4 ab = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5) + __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-    v4 ce = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5) + __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-    v4 all = __builtin_shufflevector(ab, ce, 0, 1, 4, 5) + __builtin_shufflevector(ab, ce, 2, 3, 6, 7);
-    memcpy(to, &all, sizeof all);
-}
+// running products throughout, two rows at once: shared loads, four sums reduced together
 static inline void scores(const float *restrict q, const float *restrict k, const float *restrict d,
                           const float *restrict beta, int rows, float *restrict a, float *restrict m) {
     float four[4];
@@ -261,7 +248,7 @@ static inline void scores(const float *restrict q, const float *restrict k, cons
                 kb += column[x] * load(k + at + K);
                 qb += column[x] * load(q + at + K);
             }
-            scores_sum4(ka, qa, kb, qb, four);
+            sum4(ka, qa, kb, qb, four);
             a[i * CHUNK + j] = beta[i] * four[0];
             m[i * CHUNK + j] = four[1];
             a[(i + 1) * CHUNK + j] = beta[i + 1] * four[2];

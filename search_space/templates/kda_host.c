@@ -47,7 +47,7 @@
 #define TILES (V / VALUE_TILE)
 #define STRIDE (STATE == TILE ? VALUE_TILE : V) /* floats from S[k] to S[k + 1] */
 #define PAD16(n) (((n) + 15) / 16 * 16)
-#define TINY 1e-30f /* decay products below are zero: they change nothing and denormals cost 150 cycles */
+#define TINY 1e-30f /* products of decays below are zero: they change nothing and denormals cost 150 cycles */
 
 /* Before a loop that must stay one: strided copies, unrolled, cost gcc half a second and gain nothing. */
 #if defined(__clang__)
@@ -89,7 +89,7 @@ static inline vf load(const float *x) { return *(const vf_mem *)x; }
 static inline void store(float *x, vf value) { *(vf_mem *)x = value; }
 static inline vf splat(float x) { return x - (vf){0}; }
 static inline vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-static inline vf flush(vf x) { return (vf)((x >= TINY) & (vi)x); }
+static inline vf flush(vf x) { return (vf)(((vf)((vi)x & 0x7fffffff) >= TINY) & (vi)x); }
 
 /* Sum of the lanes, halves first. */
 static inline float sum(vf x) {
@@ -108,6 +108,21 @@ static inline float sum(vf x) {
     v4 quarter = of8.half[0] + of8.half[1];
 #endif
     return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+
+/* to [4] = sums of the lanes of four vectors, together. */
+static inline void sum4(vf a, vf b, vf c, vf d, float *to) {
+    typedef float v4 __attribute__((vector_size(16)));
+    union { vf whole; v4 part[LANES / 4]; } of[4] = {{a}, {b}, {c}, {d}};
+    v4 x[4];
+    for (int i = 0; i < 4; i++) {
+        x[i] = of[i].part[0];
+        for (int p = 1; p < LANES / 4; p++) x[i] += of[i].part[p];
+    }
+    v4 ab = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5) + __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+    v4 cd = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5) + __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+    v4 all = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    memcpy(to, &all, sizeof all);
 }
 
 #if IO_BF16
@@ -274,21 +289,27 @@ static inline void scores(const float *restrict q, const float *restrict k, cons
                 kr[x] = open[x] * load(k + i * K + x * LANES);
                 qr[x] = open[x] * load(q + i * K + x * LANES);
             }
-            for (int j = 0; j < begin; j++) {
-                vf ak = {0}, aq = {0};
+            for (int j = 0; j < begin; j += 2) {
+                vf k0 = {0}, q0 = {0}, k1 = {0}, q1 = {0};
                 for (int x = 0; x < KV; x++) {
-                    vf column = load(columns + j * K + x * LANES);
-                    ak += kr[x] * column;
-                    aq += qr[x] * column;
+                    vf first = load(columns + j * K + x * LANES), second = load(columns + (j + 1) * K + x * LANES);
+                    k0 += kr[x] * first;
+                    q0 += qr[x] * first;
+                    k1 += kr[x] * second;
+                    q1 += qr[x] * second;
                 }
-                a[i * CHUNK + j] = beta[i] * sum(ak);
-                m[i * CHUNK + j] = sum(aq);
+                float total[4];
+                sum4(k0, q0, k1, q1, total);
+                a[i * CHUNK + j] = beta[i] * total[0];
+                m[i * CHUNK + j] = total[1];
+                a[i * CHUNK + j + 1] = beta[i] * total[2];
+                m[i * CHUNK + j + 1] = total[3];
             }
         }
         for (int j = 0; j < begin; j++)
             for (int x = 0; x < KV; x++) {
                 vf column = load(columns + j * K + x * LANES);
-                store(columns + j * K + x * LANES, column * flush(open[x]));
+                store(columns + j * K + x * LANES, flush(column * open[x]));
             }
         for (int j = begin; j < end; j++) {
             vf column[KV], aq = {0};

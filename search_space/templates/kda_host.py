@@ -39,7 +39,9 @@ class KdaHostKnobs:
         16, choices=(8, 16, 32, 64), doc="tokens prepared together; the chunk of the chunked form"
     )
     pair_block: int = knob(
-        8, choices=(4, 8, 16), doc="chunked: tokens whose pairwise decays are running products, not factored"
+        8,
+        choices=(2, 4, 8, 16),
+        doc="chunked: tokens whose pairwise decays are running products, not factored",
     )
     prefetch: int = knob(
         0, choices=(0, 1, 2), doc="blocks of tokens fetched ahead; 0 leaves it to the hardware"

@@ -25,14 +25,16 @@ def spec(K: int = 128, V: int = 128, contract: str = "plain", dtype: str = "floa
 
 
 def compile_unit(unit: Unit, folder: Path, compiler: Sequence[str] = ("gcc",)) -> Path:
-    """The unit's object file; compiler warnings are errors. Compiled once per unit and folder."""
+    """The unit's object file; compiler warnings are errors. Compiled once per unit and folder.
+
+    The source is the standard input: an object names its source file, and equal code shall be equal bytes.
+    """
     stem = folder / sha256(f"{unit.digest}{compiler}".encode()).hexdigest()[:16]
     path = stem.with_suffix(".o")
     if not path.exists():
-        stem.with_suffix(".c").write_text(unit.text)
         defines = [f"-D{name}={value}" for name, value in unit.constants]
-        command = [*compiler, *FLAGS, *defines, "-c", str(stem.with_suffix(".c")), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [*compiler, *FLAGS, *defines, "-x", "c", "-c", "-", "-o", str(path)]
+        done = subprocess.run(command, input=unit.text, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
     return path
 
