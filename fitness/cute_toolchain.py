@@ -24,16 +24,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import SymbolTableSection
-
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness import _cute_zygote
+from evotune.fitness.elf import INDIRECT, UNDEFINED, Elf, ElfError
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Cell, Child, Level, Limits, Sandbox, directory_bytes, python_paths
 from evotune.fitness.toolchain import Compiled, CompileError
@@ -54,7 +50,6 @@ _SM_THREADS, _SM_BLOCKS, _SM_REGISTERS, _SM_SHARED_BYTES = 2048, 32, 65536, 228 
 _REGISTER_GRAIN, _BLOCK_RESERVED_BYTES = 256, 1024  # registers are given to warps in units of 256
 
 # What the DSL's own host code calls: its launch wrappers, tvm-ffi's errors and stream, printf before a trap.
-_INDIRECT = ("STT_GNU_IFUNC", "STT_LOOS")
 _FOREIGN = re.compile(
     r"_cu(?:da)?[A-Z]\w*|TVMFFI\w+|CuteDSLRT_\w+|cuda_dialect_\w+|_GLOBAL_OFFSET_TABLE_|printf|memcpy"
 )
@@ -345,15 +340,14 @@ def ptx_digest(ptx: str) -> str:
 def _why_refused(code: bytes, entry: str) -> str | None:
     """What no object of the DSL has: constructors, IFUNCs, foreign symbols; or a missing entry."""
     try:
-        elf = ELFFile(BytesIO(code))
-        sections = list(elf.iter_sections())
-        symbols = [s for t in sections if isinstance(t, SymbolTableSection) for s in t.iter_symbols()]
-        bad = next((s.name for s in sections if s.name.startswith((".init", ".preinit", ".ctors"))), None)
-        undefined = {s.name for s in symbols if s["st_shndx"] == "SHN_UNDEF" and s.name}
-        defined = {s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF"}
-        indirect = next((s.name for s in symbols if s["st_info"]["type"] in _INDIRECT), None)
-    except (ELFError, UnicodeDecodeError, ValueError, KeyError, struct.error) as error:
+        elf = Elf(code)
+        symbols = elf.symbols()
+        bad = next((s.name for s in elf.sections if s.name.startswith((".init", ".preinit", ".ctors"))), None)
+    except ElfError as error:
         return f"not an object file: {error}"
+    undefined = {s.name for s in symbols if s.section == UNDEFINED and s.name}
+    defined = {s.name for s in symbols if s.section != UNDEFINED}
+    indirect = next((s.name for s in symbols if s.type == INDIRECT), None)
     if bad is not None:
         return f"section {bad} would run code when the object is loaded"
     if indirect is not None:
@@ -372,9 +366,8 @@ def _code_bytes(code: bytes) -> int:
     if device is None:
         return 0
     try:
-        sections = ELFFile(BytesIO(device)).iter_sections()
-        return sum(section["sh_size"] for section in sections if section.name.startswith(".text."))
-    except (ELFError, UnicodeDecodeError, ValueError, KeyError, struct.error):
+        return sum(section.size for section in Elf(device).sections if section.name.startswith(".text."))
+    except ElfError:
         return 0
 
 

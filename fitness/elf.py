@@ -15,7 +15,7 @@ NULL, PROGBITS, SYMTAB, STRTAB, RELA, NOTE, NOBITS, DYNAMIC, DYNSYM = 0, 1, 2, 3
 WRITE, ALLOC, EXECUTE, THREAD = 1, 2, 4, 0x400  # sh_flags
 UNDEFINED, ABSOLUTE = 0, 0xFFF1  # st_shndx
 LOCAL, GLOBAL, WEAK = 0, 1, 2
-NOTYPE, OBJECT, FUNCTION, SECTION, FILE = 0, 1, 2, 3, 4
+NOTYPE, OBJECT, FUNCTION, SECTION, FILE, INDIRECT = 0, 1, 2, 3, 4, 10  # the last: STT_GNU_IFUNC
 DEFAULT, PROTECTED = 0, 3  # visibility
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
@@ -24,7 +24,7 @@ _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _RELA = struct.Struct("<QQq")
 _DYNAMIC = struct.Struct("<qQ")
-_MAX_NAME = 256
+_MAX_NAME = 4096  # the DSL writes argument types into the names of kernels
 
 
 class ElfError(ValueError):
