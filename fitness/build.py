@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from evotune.errors import SandboxError
 from evotune.fitness.cache import Cache, Parts
 from evotune.fitness.link import Linker
 from evotune.fitness.outcome import Artifact, Failed, Failure, Resources, Retry, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError, Toolchain
 from evotune.search_space.template import Unit, digest
-
-from evotune.errors import SandboxError
 
 Built = Artifact | Failed | Retry
 

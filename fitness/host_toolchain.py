@@ -20,13 +20,12 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+from evotune.errors import StudyError
 from evotune.fitness.inspection import inspect_object
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Cell, Completed, Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError, arguments, read_output
 from evotune.search_space.template import Language, Unit, digest
-
-from evotune.errors import StudyError
 
 _FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),

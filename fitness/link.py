@@ -10,13 +10,12 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+from evotune.errors import SandboxError
 from evotune.fitness.host_toolchain import HostToolchain
 from evotune.fitness.inspection import inspect_shared, refused
 from evotune.fitness.outcome import Artifact, Failed
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import read_output
-
-from evotune.errors import SandboxError
 
 _LIMITS = Limits(wall_s=30.0)
 _OBJECT, _SHARED = "kernel.o", "kernel.so"
