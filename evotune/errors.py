@@ -33,7 +33,7 @@ class PatchError(EvotuneError):
 class ProposalError(EvotuneError):
     """A mutator gave up: refusal, nonsense, an exhausted budget, an unreachable service.
 
-    `kind` is one word to count by: "exhausted" when nothing new is left, else what went wrong, such as "refusal".
+    `kind` is one word to count by: "exhausted" when nothing new is left, else what went wrong ("refusal").
     """
 
     def __init__(self, message: str, kind: str = "exhausted") -> None:

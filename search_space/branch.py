@@ -13,9 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from evotune.search_space.template import digest
-
 from evotune.errors import PatchError
+from evotune.search_space.template import digest
 
 _STAGE = re.compile(
     r"^[ \t]*(?://|#)[ ]*EVOLVE-BEGIN[ ]+(?P<name>\w+)[ \t]*\n"

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import optuna
-from evotune.search_space.forest import Floats, Growth, Ints, fit
-from evotune.search_space.space import Cell, Space
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from evotune.errors import StudyError
+from evotune.search_space.forest import Floats, Growth, Ints, fit
+from evotune.search_space.space import Cell, Space
 
 _TRIES_FOR_NEW = 64
 

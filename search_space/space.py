@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evotune.search_space.template import Constant, Specialization, Template
 
 from evotune.errors import LegalityError, StudyError
+from evotune.search_space.template import Constant, Specialization, Template
 
 Cell = tuple[int, ...]
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evotune.fitness.objectives import Column
-from evotune.fitness.outcome import Failed, Failure, Outcome, Passed, Retry, Stage, Value
 
 from evotune.bandit import Bandit
 from evotune.controller import Plan, Propose, Repair, Settings, decide
+from evotune.fitness.objectives import Column
+from evotune.fitness.outcome import Failed, Failure, Outcome, Passed, Retry, Stage, Value
 from evotune.history import History, fold
 from evotune.pareto import best_per_column, front
 from evotune.records import Asked, BranchAdded, Judged, Record, Refusal, StudyBegun

@@ -11,12 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
+from evotune import bundle
 from evotune.reference_kda.case import KdaCase, solve
 from evotune.reference_kda.problem import LOWER_BOUND
 from evotune.reference_kda.workload import Workload
 from evotune.search_space.templates.kda_host import KdaHostKnobs
-
-from evotune import bundle
 from tests.evotune import exports
 from tests.search_space.host_kernel import spec
 

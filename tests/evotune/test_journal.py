@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evotune.fitness.objectives import Column
-from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Resources, Retry, Stage, Value
 
 from evotune.errors import StudyError
+from evotune.fitness.objectives import Column
+from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Resources, Retry, Stage, Value
 from evotune.journal import FILE, Journal, Lock, read
 from evotune.records import (
     Asked,

@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evotune.fitness.evaluation import Evaluation
-from evotune.fitness.objectives import Evidence, values
-from evotune.fitness.operator import Case, GateCase, Law, Level, Parameter
-from evotune.fitness.outcome import Failed, Failure, Measurement, Outcome, Passed, Resources, Stage
-from evotune.mutators.mutator import Proposal, Request
-from evotune.search_space.branch import Candidate, replace_stage, stages
-from evotune.search_space.space import knob
-from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
 
 from evotune.cli import main
 from evotune.config import load
 from evotune.errors import DeviceError, DeviceLost, ProposalError, StudyError
+from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.objectives import Evidence, values
+from evotune.fitness.operator import Case, GateCase, Law, Level, Parameter
+from evotune.fitness.outcome import Failed, Failure, Measurement, Outcome, Passed, Resources, Stage
 from evotune.history import fold
+from evotune.mutators.mutator import Proposal, Request
 from evotune.records import Record
+from evotune.search_space.branch import Candidate, replace_stage, stages
+from evotune.search_space.space import knob
+from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
 from evotune.setup import Setup, mutators, resolve
 from evotune.study import Stop, StudyRun, begin, resume
 

@@ -13,7 +13,6 @@ from evotune.fitness.operator import specialization
 from evotune.fitness.runner import Loadable, Runner, kinds
 from evotune.fitness.sandbox import Sandbox
 from evotune.search_space.template import Specialization
-
 from tests.rmsnorm import RMS_OPERATOR, RMS_TEMPLATE, RmsKnobs, RmsWorkload
 
 WORKLOAD = RmsWorkload(rows=256, D=64)

@@ -1,8 +1,8 @@
 """A sandbox and a compiler for the judge's tests, found once."""
 
 import pytest
-from evotune.fitness.sandbox import Sandbox
 
+from evotune.fitness.sandbox import Sandbox
 from tests.fitness.compiled import Bench
 
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import SandboxError
 from evotune.fitness.build import Builder, BuildPlan
 from evotune.fitness.cache import Cache
 from evotune.fitness.outcome import Artifact, Failed, Failure, Resources, Retry, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError, Toolchain
 from evotune.search_space.template import Language, Unit
-
-from evotune.errors import SandboxError
 
 Answer = Callable[[Unit], Compiled | CompileError]
 

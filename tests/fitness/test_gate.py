@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+
 from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport
 from evotune.fitness.operator import Array, Case
 from evotune.fitness.outcome import Failed, Failure, Stage
-
 from tests.fitness.compiled import SPEC, WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsDiscrepancy, RmsOperator
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from evotune.errors import StudyError
 from evotune.fitness.host_toolchain import Compiler, HostToolchain, deepest_frame, first_error, trim
 from evotune.fitness.inspection import inspect_shared
 from evotune.fitness.link import Linker
@@ -15,8 +17,6 @@ from evotune.fitness.outcome import Artifact, Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError, read_output
 from evotune.search_space.template import Constant, Unit
-
-from evotune.errors import StudyError
 from tests.fitness.walls import bubblewrap
 
 SHOWN = '__attribute__((visibility("default")))'

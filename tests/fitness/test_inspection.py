@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from evotune.fitness.elf import Elf, ElfError
 from evotune.fitness.inspection import allowed_symbol, inspect_object, inspect_shared
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SHOWN = '__attribute__((visibility("default")))'
 HONEST = f"""

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from evotune.search_space.sampler import SAMPLERS, Focus, LegalSampler, parameters
-from evotune.search_space.space import Cell, Space, knob
-from evotune.search_space.template import Language, Specialization, Unit
 from optuna.trial import TrialState
 
 from evotune.errors import StudyError
+from evotune.search_space.sampler import SAMPLERS, Focus, LegalSampler, parameters
+from evotune.search_space.space import Cell, Space, knob
+from evotune.search_space.template import Language, Specialization, Unit
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 SPEC = Specialization("toy", "float32", ())

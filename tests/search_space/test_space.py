@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evotune.search_space.space import Space, choices_of, knob
-from evotune.search_space.template import Language, Specialization, Unit
 
 from evotune.errors import LegalityError, StudyError
+from evotune.search_space.space import Space, choices_of, knob
+from evotune.search_space.template import Language, Specialization, Unit
 
 FP32 = Specialization("toy", "float32", (("K", 64),))
 BF16 = Specialization("toy", "bfloat16", (("K", 64),))
