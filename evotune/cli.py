@@ -261,10 +261,13 @@ def main() -> None:
     """The console script. One line for what went wrong, never a traceback for a mistake of the user's."""
     code: str | int | None
     try:
-        app()
+        with _terminable():
+            app()
         code = 0
     except SystemExit as ended:
         code = ended.code
+    except KeyboardInterrupt:
+        code = _told("interrupted; nothing half-done is left", 128 + signal.SIGINT)
     except StudyError as error:
         code = _told(error, 2)
     except DeviceLost as error:
@@ -279,6 +282,20 @@ def main() -> None:
         # The reader went away. The interpreter's own last flush needs somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds like an exit, so that temporary files and runners go. `run` has its own way."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _told(message: object, code: int) -> int:

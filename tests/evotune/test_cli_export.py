@@ -1,13 +1,17 @@
 """Exit codes and output of export, verify, diagnose, init and doctor."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from evotune import bundle
 from tests.evotune import exports
-from tests.evotune.toy import call
+from tests.evotune.toy import ROOT, call, environment
 from tests.search_space.host_kernel import spec
 
 STUDY = """
@@ -65,6 +69,24 @@ def test_a_study_is_exported_verified_and_diagnosed(study: Path) -> None:
     right = call("diagnose", "0", study, "--json")
     assert right.returncode == 0, right.stderr
     assert json.loads(right.stdout)["held"] is True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_an_export_leaves_nothing(study: Path, tmp_path: Path, number: int) -> None:
+    (tmp_path / "scratch").mkdir()
+    command = [sys.executable, "-m", "evotune", "export", str(study), "--out", str(tmp_path / "pareto")]
+    surroundings = environment(TMPDIR=str(tmp_path / "scratch"))
+    with subprocess.Popen(command, cwd=ROOT, env=surroundings, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "scratch").glob("evotune-export-*/*/*/kernel.o")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in told
+    assert [path.name for path in tmp_path.rglob("*")] == ["scratch"]
 
 
 def test_verify_of_what_is_no_export_is_exit_2(tmp_path: Path) -> None:
