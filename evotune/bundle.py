@@ -77,6 +77,8 @@ def refuse_existing(out: Path, force: bool) -> None:
     """Raises StudyError where `write` would; call it before the costly part."""
     if not out.parent.is_dir():
         raise StudyError(f"{out.parent}: no such directory")
+    if not os.access(out.parent, os.W_OK):
+        raise StudyError(f"{out.parent}: cannot be written to")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise StudyError(f"{out}: exists and is not a directory")
     if not out.exists():

@@ -70,6 +70,15 @@ def test_force_replaces_nothing_but_an_export(kernel: bundle.Exported, tmp_path:
     assert precious.exists()
 
 
+def test_a_read_only_directory_is_refused_before_the_costly_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.access is asked, since root may write everywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(StudyError, match="cannot be written to"):
+        bundle.refuse_existing(tmp_path / "pareto", force=False)
+
+
 @pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("existing", [False, True])
 def test_nothing_half_written_is_left(
