@@ -265,8 +265,8 @@ class StudyRun:
         # whatever the plan says now that the study may have been given more trials.
         slots = [slot for slot in plan.slots if slot.index in asked or not judged]
         missing = [slot for slot in slots if slot.index not in judged]
-        launched = [self._launch(plan.step, slot, asked.get(slot.index), before) for slot in missing]
-        flights = [(ask, self._evaluator.submit(candidate)) for ask, candidate in launched]
+        # Each is submitted as soon as it is asked for: the first ones build while the sampler thinks on.
+        flights = [self._launch(plan.step, slot, asked.get(slot.index), before) for slot in missing]
         if plan.mutation is not None and not judged:
             self._mutate(plan, before, earlier)
         trouble: EvotuneError | None = None
@@ -277,7 +277,7 @@ class StudyRun:
 
     def _launch(
         self, step: int, slot: Slot, earlier: Asked | None, before: History
-    ) -> tuple[Asked, Candidate]:
+    ) -> tuple[Asked, Future[Evaluation]]:
         space = self.setup.space
         given = earlier.knobs if earlier else slot.start
         start = space.decode(given) if given is not None else None
@@ -287,7 +287,8 @@ class StudyRun:
         trial, knobs = self.opened.book.ask(focus)
         asked = Asked(step, slot.index, trial, slot.branch, knobs, slot.purpose)
         self.opened.append(asked)
-        return asked, Candidate(before.added(slot.branch).branch, space.decode(knobs))
+        candidate = Candidate(before.added(slot.branch).branch, space.decode(knobs))
+        return asked, self._evaluator.submit(candidate)
 
     def _collect(self, asked: Asked, future: Future[Evaluation]) -> EvotuneError | None:
         """Record and tell one result; returns what must end the run once the step is collected."""
