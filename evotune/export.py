@@ -48,7 +48,7 @@ from evotune.manifest import (
 )
 from evotune.pareto import front, ranked
 from evotune.search_space.branch import Candidate
-from evotune.search_space.template import Specialization
+from evotune.search_space.template import Constant, Specialization
 from evotune.setup import Setup
 from evotune.verify import told
 
@@ -217,24 +217,13 @@ def _candidate(job: Job, kernel: Chosen) -> Candidate:
 def _exported(job: Job, kernel: Chosen, verdict: Confirmation, evaluator: HostEvaluator) -> Exported:
     """Manifest and files of a kernel that held."""
     setup, candidate = job.setup, _candidate(job, kernel)
-    source = candidate.branch.source.encode()
-    contents = {"kernel.c": source}
+    contents = {"kernel.c": candidate.branch.source.encode()}
     objects = []
     for spec, artifact in verdict.artifacts.items():
-        object_, library = artifact.object_path.read_bytes(), evaluator.library(artifact)
-        contents |= {f"{spec.label}.o": object_, f"{spec.label}.so": library}
         constants = setup.template.unit(candidate.branch.source, candidate.knobs, spec).constants
-        objects.append(
-            ObjectEntry(
-                label=spec.label,
-                specialization=_specialization_entry(spec),
-                constants=dict(constants),
-                object=FileEntry.of(f"{spec.label}.o", object_),
-                library=FileEntry.of(f"{spec.label}.so", library),
-                reproducible=_reproducible(kernel, spec, object_),
-                resources=dict(artifact.resources.values),
-            )
-        )
+        entry, files = _object(kernel, spec, artifact, dict(constants), evaluator.library(artifact))
+        objects.append(entry)
+        contents |= files
     branch = job.history.added(kernel.entry.asked.branch)
     manifest = KernelManifest(
         id=kernel.id,
@@ -252,7 +241,7 @@ def _exported(job: Job, kernel: Chosen, verdict: Confirmation, evaluator: HostEv
         knobs=asdict(candidate.knobs),
         front=kernel.front,
         fastest_on=kernel.fastest_on,
-        source=FileEntry.of("kernel.c", source),
+        source=FileEntry.of("kernel.c", contents["kernel.c"]),
         objects=tuple(objects),
         toolchain=next(iter(verdict.artifacts.values())).toolchain,
         versions=_versions(),
@@ -261,6 +250,24 @@ def _exported(job: Job, kernel: Chosen, verdict: Confirmation, evaluator: HostEv
         licence=_LICENCE.format(origin=branch.origin),
     )
     return Exported(manifest, contents)
+
+
+def _object(
+    kernel: Chosen, spec: Specialization, artifact: Artifact, constants: dict[str, Constant], library: bytes
+) -> tuple[ObjectEntry, dict[str, bytes]]:
+    """One specialization's entry, and its files by name."""
+    files = {f"{spec.label}.o": artifact.object_path.read_bytes(), f"{spec.label}.so": library}
+    object_entry, library_entry = (FileEntry.of(name, data) for name, data in files.items())
+    entry = ObjectEntry(
+        label=spec.label,
+        specialization=_specialization_entry(spec),
+        constants=constants,
+        object=object_entry,
+        library=library_entry,
+        reproducible=_reproducible(kernel, spec, files[object_entry.name]),
+        resources=dict(artifact.resources.values),
+    )
+    return entry, files
 
 
 def _specialization_entry(spec: Specialization) -> SpecializationEntry:

@@ -18,6 +18,7 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}th{background:#f2f5f8}
 code,pre{font:13px/1.4 ui-monospace,monospace}
 pre{background:#f6f8fa;padding:.8rem;overflow:auto;max-height:30rem}
 """
+_REBUILDS = {True: "the judged object", False: "another object", None: "(judged object gone)"}
 _WIDTH, _LEFT, _RIGHT, _ROW = 900, 210, 60, 22
 
 
@@ -108,12 +109,19 @@ def _kernels(kernels: Sequence[KernelManifest]) -> str:
         f"<tr><td>{escape(k.id)}<td class=n>{k.number}<td>{'yes' if k.front else ''}"
         f"<td>{escape(', '.join(k.fastest_on))}<td>{escape(' → '.join(a.branch for a in k.lineage))}"
         f"<td>{escape(k.note)} <span class=muted>({escape(k.origin)})</span>"
-        f"<td class=n>{k.evidence.worst_error:.3f}<td class=n>{k.evidence.host_call_us:.2f}"
+        f"<td>{_REBUILDS[_reproducible(k)]}<td class=n>{k.evidence.worst_error:.3f}"
+        f"<td class=n>{k.evidence.host_call_us:.2f}"
         f"<td><code>{escape(' '.join(f'{n}={v}' for n, v in k.knobs.items()))}</code>"
         for k in kernels
     )
-    head = ("kernel", "candidate", "front", "fastest on", "lineage", "what is different")
+    head = ("kernel", "candidate", "front", "fastest on", "lineage", "what is different", "rebuilds to")
     return _table("Kernels", (*head, "worst error / bound", "host call, µs", "knobs"), rows)
+
+
+def _reproducible(kernel: KernelManifest) -> bool | None:
+    """Of all its objects: False when one differs, None when one cannot be told."""
+    states = {built.reproducible for built in kernel.objects}
+    return False if False in states else None if None in states else True
 
 
 def _source(kernel: KernelManifest, source: str) -> str:
