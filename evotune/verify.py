@@ -111,6 +111,9 @@ def _findings(folder: Folder, index: Index, bench: Workbench, rebuild: bool) -> 
     texts = DROPINS[index.operator].texts()
     for name in texts:
         yield Finding(name, _dropin_problem(folder, index, name))
+    for workload in index.workloads:
+        if workload.kernel not in index.kernels:
+            yield Finding(MANIFEST, f"workload {workload.name!r} goes to a kernel that is not there")
     for name in folder.names():
         if name not in {*texts, *REPORTS, MANIFEST, KERNELS}:
             problem = "has no place in an export; Python may load it in place of the drop-in: remove it"

@@ -219,6 +219,13 @@ def test_files_and_kernels_nobody_names_are_found(copy: Path) -> None:
     }
 
 
+def test_a_dispatch_to_a_kernel_that_is_not_there_is_found(copy: Path) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    index["workloads"][0]["kernel"] = "ghost"
+    (copy / "manifest.json").write_text(json.dumps(index))
+    assert problems(copy) == {"manifest.json": "workload 'w' goes to a kernel that is not there"}
+
+
 def test_another_processor_is_named(copy: Path) -> None:
     cpu = manifest.this_cpu().model_dump()
     reseal(copy, cpu=cpu | {"model": "Other 9000", "flags": [*cpu["flags"], "avx9999"]})
