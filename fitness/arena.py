@@ -20,7 +20,7 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ GUARD = 4096
 ALIGN = 64
 POISON = 0xFFFFFFFF
 _GUARD_WORDS = 61
-_NULL = (1 << 64) - 1
+NULL = (1 << 64) - 1
 # Sealed so that nobody, the runner included, can shrink it and make the parent's next read a SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -45,6 +45,19 @@ _DTYPES: dict[str, np.dtype[np.generic]] = {
 }
 
 Flush = Literal["end", "start"]
+
+
+class Placeable(Protocol):
+    """What the layout of a call follows from; every `Case` is one."""
+
+    @property
+    def inputs(self) -> Mapping[str, Array | None]: ...
+    @property
+    def outputs(self) -> Mapping[str, tuple[tuple[int, ...], str] | None]: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def scalars(self) -> Mapping[str, float]: ...
 
 
 def nan_word(rng: np.random.Generator) -> int:
@@ -113,7 +126,9 @@ class _Layout:
         return start
 
 
-def _extent(parameter: Parameter, case: Case, workspace_bytes: int) -> tuple[tuple[int, ...], str] | None:
+def _extent(
+    parameter: Parameter, case: Placeable, workspace_bytes: int
+) -> tuple[tuple[int, ...], str] | None:
     """Shape and element type of a pointer argument, or None when the case leaves it out."""
     if parameter.role == "workspace":
         return (workspace_bytes,), "uint8"
@@ -121,6 +136,36 @@ def _extent(parameter: Parameter, case: Case, workspace_bytes: int) -> tuple[tup
         return case.outputs.get(parameter.name)
     array = case.inputs.get(parameter.name)
     return None if array is None else (array.shape, parameter.ctype)
+
+
+def lay_out(
+    signature: Sequence[Parameter],
+    case: Placeable,
+    *,
+    begin: int = 0,
+    workspace_bytes: int = 0,
+    flush: Flush = "end",
+) -> Placement:
+    """Where the arguments of a call lie in an arena, from byte `begin` (a multiple of `GUARD`) on."""
+    layout = _Layout(begin, flush, [], [])
+    words, buffers = [], []
+    for parameter in signature:
+        if parameter.role == "size":
+            words.append(int(case.sizes[parameter.name]).to_bytes(8, "little", signed=True))
+        elif parameter.role == "scalar":
+            words.append(np.float64(case.scalars[parameter.name]).tobytes())
+        elif (extent := _extent(parameter, case, workspace_bytes)) is None:
+            words.append(NULL.to_bytes(8, "little"))
+        else:
+            shape, ctype = extent
+            size = int(np.prod(shape, dtype=np.int64)) * _DTYPES[ctype].itemsize
+            start = layout.buffer(size)
+            words.append(start.to_bytes(8, "little"))
+            buffers.append(Buffer(parameter.name, parameter.role, start, size, shape, ctype))
+    layout.guard()
+    return Placement(
+        tuple(words), tuple(buffers), tuple(layout.gaps), tuple(layout.fences), begin, layout.cursor
+    )
 
 
 class Arena:
@@ -151,7 +196,7 @@ class Arena:
 
         Raises StudyError when it does not fit.
         """
-        placement = self._lay_out(signature, case, _Layout(begin, flush, [], []), workspace_bytes)
+        placement = lay_out(signature, case, begin=begin, workspace_bytes=workspace_bytes, flush=flush)
         if placement.end > self.size:
             raise StudyError(
                 f"{case.name} needs {placement.end >> 20} MiB of shared memory, the arena has "
@@ -162,44 +207,22 @@ class Arena:
         self.refresh(placement, case, poison)
         return placement
 
-    @staticmethod
-    def _lay_out(
-        signature: Sequence[Parameter], case: Case, layout: _Layout, workspace_bytes: int
-    ) -> Placement:
-        begin, words, buffers = layout.cursor, [], []
-        for parameter in signature:
-            if parameter.role == "size":
-                words.append(int(case.sizes[parameter.name]).to_bytes(8, "little", signed=True))
-            elif parameter.role == "scalar":
-                words.append(np.float64(case.scalars[parameter.name]).tobytes())
-            elif (extent := _extent(parameter, case, workspace_bytes)) is None:
-                words.append(_NULL.to_bytes(8, "little"))
-            else:
-                shape, ctype = extent
-                size = int(np.prod(shape, dtype=np.int64)) * _DTYPES[ctype].itemsize
-                start = layout.buffer(size)
-                words.append(start.to_bytes(8, "little"))
-                buffers.append(Buffer(parameter.name, parameter.role, start, size, shape, ctype))
-        layout.guard()
-        return Placement(
-            tuple(words), tuple(buffers), tuple(layout.gaps), tuple(layout.fences), begin, layout.cursor
-        )
-
     def refresh(self, placement: Placement, case: Case, poison: int = POISON) -> None:
         """Write the inputs of a case of the same shapes, and poison, into an existing placement."""
         for buffer in placement.buffers:
             if buffer.role == "input":
-                self._view(buffer)[:] = _bytes(case.inputs[buffer.name])
+                self._view(buffer)[:] = _bytes(case.inputs[buffer.name], buffer.ctype)
             else:
                 self._fill(buffer.start, buffer.start + buffer.size, poison)
 
     def breach(self, placement: Placement, case: Case) -> str | None:
         """What the call changed without a right to: an input, or bytes outside every buffer; else None."""
         for buffer in placement.buffers:
-            if buffer.role == "input" and not np.array_equal(
-                self._view(buffer), _bytes(case.inputs[buffer.name])
-            ):
-                changed = np.flatnonzero(self._view(buffer) != _bytes(case.inputs[buffer.name]))
+            if buffer.role != "input":
+                continue
+            given = _bytes(case.inputs[buffer.name], buffer.ctype)
+            if not np.array_equal(self._view(buffer), given):
+                changed = np.flatnonzero(self._view(buffer) != given)
                 return f"input {buffer.name} was changed: {changed.size} bytes, the first at {changed[0]}"
         for number, (start, end) in enumerate(placement.gaps):
             found, wanted = self._against(start, end, self._guards[number % _GUARD_WORDS])
@@ -256,9 +279,26 @@ class Arena:
 
     def _against(self, start: int, end: int, word: int) -> tuple[Array, Array]:
         """The bytes [start, end), and what they are when only `_fill` wrote them."""
-        first = start // 4 * 4
-        expected = np.full((end - first + 3) // 4, word, np.uint32).view(np.uint8)
-        return self._bytes[start:end], expected[start - first : end - first]
+        return self._bytes[start:end], _pattern(start, end, word)
+
+    def guard_bytes(self, placement: Placement) -> Array:
+        """What the gaps of a placement hold, one after the other."""
+        pieces = []
+        for number, (start, end) in enumerate(placement.gaps):
+            pieces.append(_pattern(start, end, self._guards[number % _GUARD_WORDS]))
+        return np.concatenate(pieces)
+
+    def write(self, at: int, array: Array) -> int:
+        """Copy an array's bytes to `at`; where the next may start, 64-byte aligned. Raises StudyError."""
+        data = _flat(array)
+        if at + data.size > self.size:
+            raise StudyError(f"{at + data.size >> 20} MiB do not fit into {self.size >> 20}: raise arena_mib")
+        self._bytes[at : at + data.size] = data
+        return _up(at + data.size, ALIGN)
+
+    def read(self, at: int, size: int) -> Array:
+        """A copy of bytes [at, at + size)."""
+        return self._bytes[at : at + size].copy()
 
     def close(self) -> None:
         """Unmap and close; the memory is freed once the runner is gone. May be called twice."""
@@ -269,10 +309,22 @@ class Arena:
             self.fd = -1
 
 
-def _bytes(array: Array | None) -> Array:
-    """A C-contiguous array as flat bytes, without a copy."""
+def _bytes(array: Array | None, ctype: str) -> Array:
+    """The elements as the signature declares them, flat: cu_seqlens is int32 on a GPU. Seldom a copy."""
     if array is None:
         raise ValueError("a placed input is missing from the case")
+    return np.ascontiguousarray(array, dtype=_DTYPES[ctype]).reshape(-1).view(np.uint8)
+
+
+def _pattern(start: int, end: int, word: int) -> Array:
+    """Bytes [start, end) of an arena that is filled with a word from address 0 on."""
+    first = start // 4 * 4
+    filled = np.full((end - first + 3) // 4, word, np.uint32).view(np.uint8)
+    return filled[start - first : end - first]
+
+
+def _flat(array: Array) -> Array:
+    """The bytes of an array, without a copy when it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -286,7 +338,7 @@ def changed_bits(
     """
     for name, array in first.items():
         width = array.dtype.itemsize
-        one, two = (_bytes(outputs[name]).reshape(-1, width) for outputs in (first, second))
+        one, two = (_flat(outputs[name]).reshape(-1, width) for outputs in (first, second))
         untouched = _holds(one, poisons[0]) & _holds(two, poisons[1])
         differs = np.flatnonzero((one != two).any(axis=1) & ~untouched)
         if differs.size:

@@ -15,13 +15,14 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from evotune.fitness.arena import GUARD, POISON, Flush, Placement, changed_bits, nan_word
+from evotune.fitness.arena import GUARD, POISON, Arena, Flush, Placement, changed_bits, nan_word
 from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
 from evotune.fitness.outcome import Failed, Failure, Stage
-from evotune.fitness.runner import Call, Fault, Runner
+from evotune.fitness.runner import Call, Fault
 from evotune.search_space.template import Specialization
 
 _CASE_RUNGS = (Stage.SMOKE, Stage.EDGES, Stage.REGIMES)
@@ -104,8 +105,32 @@ class Called:
     call: Call
 
 
+class Judged(Protocol):
+    """A process with a candidate's objects, on any device; `runner.Runner` is the host's.
+
+    Whatever memory the kernel works on, before a call it holds what the arena holds, and after it the other
+    way round, guards included: so the parent looks at its own arena alone.
+    """
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def alive(self) -> bool: ...
+    def call(self, index: int, placement: Placement, timeout_s: float) -> Call: ...
+    def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int: ...
+    def fence(self, placement: Placement) -> None:
+        """Take the rights to the guard pages away, where a device can."""
+        ...
+
+    def unfence(self, placement: Placement) -> None: ...
+    def close(self) -> None: ...
+
+
+Process = TypeVar("Process", bound=Judged)
+
+
 @dataclass
-class Session:
+class Session(Generic[Process]):
     """One candidate under judgement: its signatures, and a runner that is replaced after a fault.
 
     Attributes:
@@ -113,14 +138,14 @@ class Session:
         signatures: of each object, in the order in which `start` loads them.
     """
 
-    start: Callable[[], Runner]
+    start: Callable[[], Process]
     signatures: Sequence[Sequence[Parameter]]
     limits: GateLimits
-    _runner: Runner | None = None
+    _runner: Process | None = None
     _workspaces: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> Process:
         """A living runner. Raises Fault when the objects cannot be loaded, SandboxError when nothing can."""
         if self._runner is None or not self._runner.alive:
             self.close()
@@ -188,7 +213,7 @@ class Gate:
         self.cases = CaseBook(operator)
 
     def judge(
-        self, session: Session, specs: Sequence[Specialization], level: Level, *, explain: bool = False
+        self, session: Session[Any], specs: Sequence[Specialization], level: Level, *, explain: bool = False
     ) -> GateReport:
         """Run the rungs over one session, whose object i is for `specs[i]`.
 
@@ -205,7 +230,9 @@ class Gate:
 class _Judgement:
     """One pass of one candidate through the rungs."""
 
-    def __init__(self, gate: Gate, session: Session, specs: Sequence[Specialization], level: Level) -> None:
+    def __init__(
+        self, gate: Gate, session: Session[Any], specs: Sequence[Specialization], level: Level
+    ) -> None:
         self.gate = gate
         self.session = session
         self.specs = specs

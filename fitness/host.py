@@ -1,40 +1,24 @@
-"""The host target's judge: `Evaluator` for kernels that run on this machine's own processor.
+"""The host target's judge: kernels that run on this machine's own processor."""
 
-Builds of several candidates run at once in the builder's processes. Judging and timing happen in one
-thread, in the order of submission, against a baseline runner that stays alive: the template's default knobs
-on its seed source. A candidate's objects, one per specialization, share one disposable runner process.
-"""
-
-import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
-import numpy as np
-
-from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
-from evotune.fitness.evaluation import Evaluation
-from evotune.fitness.gate import Gate, GateLimits, GateReport, Session
+from evotune.fitness.gate import Gate, GateLimits, Session
 from evotune.fitness.host_toolchain import HostToolchain
+from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem
 from evotune.fitness.link import Linker
-from evotune.fitness.objectives import Evidence, Objective, values
-from evotune.fitness.operator import Level, Operator, Workload, specialization
-from evotune.fitness.outcome import Artifact, Failed, Outcome, Passed, Retry
-from evotune.fitness.runner import Loadable, Runner, kinds, timing_cpu
+from evotune.fitness.objectives import Objective
+from evotune.fitness.operator import Level, Parameter
+from evotune.fitness.outcome import Failed
+from evotune.fitness.runner import Loadable, Runner, timing_cpu
 from evotune.fitness.sandbox import Sandbox
-from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
-from evotune.search_space.branch import Branch, Candidate
-from evotune.search_space.template import Specialization, Template
+from evotune.fitness.timing import Timed, Timer, TimingPlan
+from evotune.search_space.template import Specialization
 
-Artifacts = Mapping[Specialization, Artifact]
-_Builds = Mapping[Specialization, "Future[Artifact | Failed | Retry]"]
-_T = TypeVar("_T")
+__all__ = ["Confirmation", "HostEvaluator", "HostSettings", "Problem"]
 
 
 @dataclass(frozen=True)
@@ -47,61 +31,8 @@ class HostSettings:
     build: BuildPlan = field(default_factory=BuildPlan)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is tuned: a template for an operator on some workloads."""
-
-    template: Template
-    operator: Operator
-    workloads: tuple[Workload, ...]
-
-    @property
-    def specializations(self) -> tuple[Specialization, ...]:
-        """The objects that a candidate needs, in the order of the workloads."""
-        return tuple(dict.fromkeys(specialization(self.operator, workload) for workload in self.workloads))
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Workload groups in order of first appearance."""
-        return tuple(dict.fromkeys(workload.group for workload in self.workloads))
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        specs = self.specializations
-        return tuple(Target(w, specs.index(specialization(self.operator, w))) for w in self.workloads)
-
-    @property
-    def seed(self) -> Branch:
-        """The template's own source as a branch."""
-        return Branch("b00", self.template.source, None, "seed", "the template as shipped")
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """A candidate judged and timed anew with data that never chose it.
-
-    Attributes:
-        artifacts: what was built and judged; see `HostEvaluator.library`.
-        blocks: against the baseline, each on problems of its own.
-        naive_us: time of the operator's numpy form by workload name, measured after each block.
-    """
-
-    artifacts: Artifacts
-    report: GateReport
-    blocks: tuple[Timed, ...]
-    naive_us: tuple[Mapping[str, float], ...]
-
-
-class _Stop(Exception):
-    """Carries what ended a judgement early up to the method that was asked for it."""
-
-    def __init__(self, outcome: Failed | Retry) -> None:
-        super().__init__(str(outcome))
-        self.outcome = outcome
-
-
-class HostEvaluator:
-    """Implements `Evaluator`. `submit`, `verify`, `explain` and `confirm` may be called from any thread."""
+class HostEvaluator(CompiledEvaluator[Runner]):
+    """See `CompiledEvaluator`. Builds pause while something is timed: they share the processor."""
 
     def __init__(
         self,
@@ -116,238 +47,29 @@ class HostEvaluator:
 
         Raises StudyError without a working compiler, SandboxError without walls, OSError.
         """
-        self.problem = problem
-        self._objectives = objectives
         self._settings = settings or HostSettings()
         self._sandbox = sandbox or Sandbox.detect()
         toolchain = HostToolchain(self._sandbox)
-        self._linker = Linker(toolchain, self._sandbox)
+        linker = Linker(toolchain, self._sandbox)
         store = Cache(cache or default_cache_directory())
-        self._builder = Builder(toolchain, self._sandbox, store, self._settings.build, self._linker)
-        self._gate = Gate(problem.operator)
-        # Its cases never chose a candidate. Solving them takes seconds, so that confirmations share them.
-        self._second_gate = Gate(problem.operator)
-        self._baseline: Session | None = None
-        # One thread: order of submission is kept, and a runner dies with the thread that started it.
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="judge")
-
-    def submit(self, candidate: Candidate) -> Future[Evaluation]:
-        """See `Evaluator.submit`. The future also raises StudyError when the baseline itself fails."""
-        return self._judge.submit(self._evaluate, candidate, self._start_builds(candidate))
-
-    def explain(self, candidate: Candidate, level: Level = "full") -> GateReport | Failed | Retry:
-        """Every rung to its end, for a person; `Failed` or `Retry` when there is no object to judge."""
-        builds = self._start_builds(candidate)
-
-        def work() -> GateReport:
-            with closing(self._session(_collect(builds))) as session:
-                return self._gate.judge(session, self._specs, level, explain=True)
-
-        return self._ask(work)
-
-    def verify(self, artifacts: Artifacts, level: Level = "full") -> GateReport | Failed | Retry:
-        """Judge objects that were built elsewhere, one for each specialization of the problem.
-
-        In a process of their own, on cases solved anew.
-        """
-
-        def work() -> GateReport:
-            with closing(self._session(artifacts)) as session:
-                return self._second_gate.judge(session, self._specs, level)
-
-        return self._ask(work)
-
-    def confirm(self, candidate: Candidate, blocks: int = 3) -> Confirmation | Failed | Retry:
-        """The full gate, then a re-timing, of a candidate in a fresh process on cases solved anew."""
-        builds = self._start_builds(candidate)
-
-        def work() -> Confirmation:
-            gate, artifacts = self._second_gate, _collect(builds)
-            with closing(self._session(artifacts)) as session:
-                report = gate.judge(session, self._specs, "full")
-                if report.failed is not None:
-                    raise _Stop(report.failed)
-                timed, naive_us = [], []
-                for _ in range(blocks):
-                    timed.append(self._time(session, gate))
-                    naive_us.append(self._naive_us(gate))
-            return Confirmation(artifacts, report, tuple(timed), tuple(naive_us))
-
-        return self._ask(work)
-
-    def library(self, artifact: Artifact) -> bytes:
-        """The linked form of an object that was judged here. Raises SandboxError, OSError."""
-        linked = self._linker.link(artifact)
-        if isinstance(linked, Failed):
-            raise SandboxError(f"an object that linked before does not any more: {linked.detail}")
-        return linked.read_bytes()
-
-    def close(self) -> None:
-        """See `Evaluator.close`. A judgement in progress ends first: calls are bounded by their timeouts."""
-        self._judge.shutdown(wait=False, cancel_futures=True)
-        self._builder.close()
-        self._judge.shutdown()
-        self._drop_baseline()
-
-    @property
-    def _specs(self) -> tuple[Specialization, ...]:
-        return self.problem.specializations
-
-    def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
-        """Do it in the judge's thread, after what is queued."""
-
-        def guarded() -> _T | Failed | Retry:
-            try:
-                return work()
-            except _Stop as stop:
-                return stop.outcome
-            except (SandboxError, OSError) as error:
-                return Retry(str(error))
-
-        return self._judge.submit(guarded).result()
-
-    def _start_builds(self, candidate: Candidate) -> _Builds:
-        """Queue the candidate's units, one per specialization."""
-        return self._start(dict.fromkeys(self._specs, candidate.knobs), candidate.branch.source)
-
-    def _start(self, knobs: Mapping[Specialization, Any], source: str) -> _Builds:
-        unit = self.problem.template.unit
-        return {
-            spec: self._builder.build(unit(source, chosen, spec), spec.label)
-            for spec, chosen in knobs.items()
-        }
-
-    def _evaluate(self, candidate: Candidate, builds: _Builds) -> Evaluation:
-        """In the judge's thread: wait for the builds, judge, time."""
-        clock = _Stopwatch()
-        artifacts: Artifacts = {}
-        try:
-            artifacts = _collect(builds)
-            clock.lap("build")
-            outcome: Outcome = self._judge_built(candidate, artifacts, clock)
-        except _Stop as stop:
-            outcome = stop.outcome
-        except (SandboxError, OSError) as error:
-            outcome = Retry(str(error))
-        resources = {spec.label: artifact.resources for spec, artifact in artifacts.items()}
-        if isinstance(outcome, Failed) and resources:
-            outcome = replace(outcome, resources=resources)
-        return Evaluation(outcome, {s.label: a for s, a in artifacts.items()}, clock.seconds)
-
-    def _judge_built(self, candidate: Candidate, artifacts: Artifacts, clock: "_Stopwatch") -> Outcome:
-        """Gate, then time. Raises _Stop."""
-        with closing(self._session(artifacts)) as session:
-            report = self._gate.judge(session, self._specs, self._settings.level)
-            clock.lap("gate")
-            if report.failed is not None:
-                return report.failed
-            timed = self._time(session, self._gate)
-            clock.lap("time")
-        worst_error = max(report.worst_error, timed.worst_error)
-        language = self.problem.template.language
-        source = candidate.branch.source
-        evidence = Evidence(timed.measurements, worst_error, timed.host_call_us, source, language)
-        return Passed(
-            level=report.level,
-            worst_error=worst_error,
-            measurements=timed.measurements,
-            host_call_us=timed.host_call_us,
-            values=values(self._objectives, evidence),
-            resources={spec.label: artifact.resources for spec, artifact in artifacts.items()},
+        super().__init__(
+            problem,
+            objectives,
+            level=self._settings.level,
+            limits=self._settings.gate,
+            builder=Builder(toolchain, self._sandbox, store, self._settings.build, linker),
+            linker=linker,
         )
 
-    def _session(self, artifacts: Artifacts) -> Session:
-        """Objects linked and ready for a runner of their own. Raises _Stop."""
-        operator, limits = self.problem.operator, self._settings.gate
-        loadables, signatures = [], []
-        for spec in self._specs:
-            linked = self._linker.link(artifacts[spec])
-            if isinstance(linked, Failed):
-                raise _Stop(linked)
-            signatures.append(operator.signature(spec))
-            loadables.append(Loadable(linked, artifacts[spec].entry, kinds(signatures[-1])))
+    def _signature(self, spec: Specialization) -> Sequence[Parameter]:
+        return self.problem.operator.signature(spec)
 
-        def start() -> Runner:
-            return Runner(loadables, self._sandbox, arena_bytes=limits.arena_mib << 20, cpu=timing_cpu())
+    def _start_process(self, loadables: Sequence[Loadable]) -> Runner:
+        return Runner(
+            loadables, self._sandbox, arena_bytes=self._settings.gate.arena_mib << 20, cpu=timing_cpu()
+        )
 
-        return Session(start, signatures, limits)
-
-    def _time(self, session: Session, gate: Gate) -> Timed:
-        """Against the baseline; one that misbehaves is replaced once. Raises _Stop, StudyError."""
+    def _timed(self, session: Session[Runner], baseline: Session[Runner], gate: Gate) -> Timed | Failed:
         problem = self.problem
-        timer = Timer(
-            problem.operator, gate.cases, problem.targets, self._settings.timing, self._builder.quiet
-        )
-        try:
-            timed = timer.time(session, self._living_baseline())
-        except BaselineFault:
-            self._drop_baseline()
-            try:
-                timed = timer.time(session, self._living_baseline())
-            except BaselineFault as fault:
-                raise StudyError(f"the template's default kernel fails while it is timed: {fault}") from fault
-        if isinstance(timed, Failed):
-            raise _Stop(timed)
-        return timed
-
-    def _living_baseline(self) -> Session:
-        """The default kernel's session, through the screen gate when it is new. Raises StudyError, _Stop."""
-        if self._baseline is None:
-            session = self._session(self._default_artifacts())
-            failed = self._gate.judge(session, self._specs, "screen").failed
-            if failed is not None:
-                session.close()
-                raise StudyError(_default_fails(failed))
-            self._baseline = session
-        return self._baseline
-
-    def _default_artifacts(self) -> Artifacts:
-        """The template's own source with its default knobs for each specialization."""
-        template = self.problem.template
-        defaults = {spec: template.default(spec) for spec in self._specs}
-        try:
-            return _collect(self._start(defaults, template.source))
-        except _Stop as stop:
-            if isinstance(stop.outcome, Failed):
-                raise StudyError(_default_fails(stop.outcome)) from None
-            raise
-
-    def _drop_baseline(self) -> None:
-        if self._baseline is not None:
-            self._baseline.close()
-            self._baseline = None
-
-    def _naive_us(self, gate: Gate) -> dict[str, float]:
-        """The numpy form's time on each workload, builds paused."""
-        rng = np.random.default_rng(secrets.randbits(128))
-        cases = [gate.cases.fresh(workload, rng) for workload in self.problem.workloads]
-        with self._builder.quiet():
-            return {case.name: self.problem.operator.naive_time_us(case) for case in cases}
-
-
-def _collect(builds: _Builds) -> dict[Specialization, Artifact]:
-    """Wait for all builds. Raises _Stop with the first one that gave no artifact."""
-    artifacts = {}
-    for spec, future in builds.items():
-        result = future.result()
-        if not isinstance(result, Artifact):
-            raise _Stop(result)
-        artifacts[spec] = result
-    return artifacts
-
-
-def _default_fails(failed: Failed) -> str:
-    where = f" ({failed.case})" if failed.case else ""
-    return f"the template's default kernel fails at {failed.stage}{where}: {failed.failure}, {failed.detail}"
-
-
-class _Stopwatch:
-    """Seconds by phase, each since the end of the one before."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase], self._since = now - self._since, now
+        plan, quiet = self._settings.timing, self._builder.quiet
+        return Timer(problem.operator, gate.cases, problem.targets, plan, quiet).time(session, baseline)

@@ -75,98 +75,19 @@ def timing_cpu() -> int | None:
     return allowed[-1] if len(allowed) > 1 else None
 
 
-class Runner:
-    """One process with some objects loaded and one arena. Dies with `close`, or by its own fault."""
+class Worker:
+    """A sandboxed process that shares an arena and answers requests. Dies by `close` or its own fault."""
 
-    def __init__(
-        self, objects: Sequence[Loadable], sandbox: Sandbox, *, arena_bytes: int, cpu: int | None
-    ) -> None:
-        """Raises SandboxError when the process does not come up, Fault when an object cannot be loaded.
-
-        The process dies with the thread that makes it (see `sandbox.Child`).
-        """
+    def __init__(self, arena_bytes: int) -> None:
+        """Raises OSError when the system gives no memory."""
         self.arena = Arena(arena_bytes)
         self._sequence = 2
         self._process: Child | None = None
         self._replies = self._requests = -1
-        try:
-            self._process = self._start(objects, sandbox, cpu)
-            self._greet(objects)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, objects: Sequence[Loadable], sandbox: Sandbox, cpu: int | None) -> Child:
-        self._replies, reply_end = os.pipe()
-        request_end, self._requests = os.pipe()
-        # Copies in memory: what is loaded is what was read here, and any user the walls choose may read it.
-        libraries = [_memory_copy(item.path) for item in objects]
-        fds = (self.arena.fd, request_end, reply_end, *libraries)
-        spec = {
-            "arena": self.arena.fd,
-            "arena_bytes": self.arena.size,
-            "requests": request_end,
-            "replies": reply_end,
-            "cpu": cpu,
-            "seccomp": judge_filter().hex() if supported() else "",
-            "objects": [[fd, item.entry, item.kinds] for fd, item in zip(libraries, objects, strict=True)],
-        }
-        command = [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(spec)]
-        cell = Cell(read_only=(*python_paths(), _SCRIPT), pass_fds=fds, limits=_limits(self.arena.size))
-        try:
-            return sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        finally:
-            for fd in fds[1:]:
-                os.close(fd)
-
-    def _greet(self, objects: Sequence[Loadable]) -> None:
-        """Reply 0: the process is up; until then no byte of a candidate was mapped. Reply 1: loaded."""
-        try:
-            self._reply(0, _START_TIMEOUT_S)
-        except Fault as fault:
-            raise SandboxError(f"the runner process did not start: {fault.detail}") from fault
-        status, index = self._reply(1, _START_TIMEOUT_S)
-        if status != child.OK:
-            what = (
-                "cannot be loaded"
-                if status == child.CANNOT_LOAD
-                else "lacks its entry or its workspace query"
-            )
-            name = objects[index].path.name if 0 <= index < len(objects) else "an object"
-            raise Fault(Failure.REFUSED, f"{name} {what}")
 
     @property
     def alive(self) -> bool:
         return self._process is not None and not self._process.poll()
-
-    def call(self, index: int, placement: Placement, timeout_s: float, *, repeat: int = 1) -> Call:
-        """Call object `index` on a placed case, `repeat` times in a row. Raises Fault."""
-        words = repeat.to_bytes(8, "little") + b"".join(placement.words)
-        start = time.perf_counter_ns()
-        inside_ns = self._ask(child.CALL, index, words, timeout_s)
-        outside_ns = time.perf_counter_ns() - start
-        if not 0 <= inside_ns <= outside_ns:
-            self.close()
-            raise Fault(
-                Failure.FORGED, f"reported {inside_ns} ns for a call that was answered after {outside_ns} ns"
-            )
-        return Call(inside_ns, outside_ns)
-
-    def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int:
-        """What the object's workspace query answers, unchecked. Raises Fault."""
-        words = b"".join(size.to_bytes(8, "little", signed=True) for size in sizes)
-        return self._ask(child.WORKSPACE, index, words, timeout_s)
-
-    def fence(self, placement: Placement) -> None:
-        """Take all rights to the guard pages from the runner: touching one is SIGSEGV. Raises Fault."""
-        self._ask(child.FENCE, 0, _ranges(placement.fences), _START_TIMEOUT_S)
-
-    def unfence(self, placement: Placement) -> None:
-        self._ask(child.OPEN, 0, _ranges(placement.fences), _START_TIMEOUT_S)
-
-    def touch(self, placement: Placement) -> None:
-        """Map a placement's pages in the runner, so that no timed call pays for it. Raises Fault."""
-        self._ask(child.TOUCH, 0, _ranges([(placement.begin, placement.end)]), _START_TIMEOUT_S)
 
     def _ask(self, operation: int, index: int, words: bytes, timeout_s: float) -> int:
         sequence, self._sequence = self._sequence, self._sequence + 1
@@ -177,9 +98,14 @@ class Runner:
             os.write(self._requests, child.REQUEST.pack(sequence, operation, index, len(words) // 8) + words)
         status, value = self._reply(sequence, timeout_s)
         if status != child.OK:
+            fault = self._refusal(status, value)
             self.close()
-            raise Fault(Failure.FORGED, f"answered with status {status}")
+            raise fault
         return value
+
+    def _refusal(self, status: int, value: int) -> Fault:
+        """What a status other than OK means."""
+        return Fault(Failure.FORGED, f"answered with status {status}")
 
     def _unasked(self) -> bool:
         """Whether bytes wait in the reply pipe although nothing was asked."""
@@ -231,6 +157,93 @@ class Runner:
                 os.close(fd)
         self._requests = self._replies = -1
         self.arena.close()
+
+
+class Runner(Worker):
+    """One process with some objects loaded and one arena. Dies with `close`, or by its own fault."""
+
+    def __init__(
+        self, objects: Sequence[Loadable], sandbox: Sandbox, *, arena_bytes: int, cpu: int | None
+    ) -> None:
+        """Raises SandboxError when the process does not come up, Fault when an object cannot be loaded.
+
+        The process dies with the thread that makes it (see `sandbox.Child`).
+        """
+        super().__init__(arena_bytes)
+        try:
+            self._process = self._start(objects, sandbox, cpu)
+            self._greet(objects)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, objects: Sequence[Loadable], sandbox: Sandbox, cpu: int | None) -> Child:
+        self._replies, reply_end = os.pipe()
+        request_end, self._requests = os.pipe()
+        # Copies in memory: what is loaded is what was read here, and any user the walls choose may read it.
+        libraries = [_memory_copy(item.path) for item in objects]
+        fds = (self.arena.fd, request_end, reply_end, *libraries)
+        spec = {
+            "arena": self.arena.fd,
+            "arena_bytes": self.arena.size,
+            "requests": request_end,
+            "replies": reply_end,
+            "cpu": cpu,
+            "seccomp": judge_filter().hex() if supported() else "",
+            "objects": [[fd, item.entry, item.kinds] for fd, item in zip(libraries, objects, strict=True)],
+        }
+        command = [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(spec)]
+        cell = Cell(read_only=(*python_paths(), _SCRIPT), pass_fds=fds, limits=_limits(self.arena.size))
+        try:
+            return sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
+
+    def _greet(self, objects: Sequence[Loadable]) -> None:
+        """Reply 0: the process is up; until then no byte of a candidate was mapped. Reply 1: loaded."""
+        try:
+            self._reply(0, _START_TIMEOUT_S)
+        except Fault as fault:
+            raise SandboxError(f"the runner process did not start: {fault.detail}") from fault
+        status, index = self._reply(1, _START_TIMEOUT_S)
+        if status != child.OK:
+            what = (
+                "cannot be loaded"
+                if status == child.CANNOT_LOAD
+                else "lacks its entry or its workspace query"
+            )
+            name = objects[index].path.name if 0 <= index < len(objects) else "an object"
+            raise Fault(Failure.REFUSED, f"{name} {what}")
+
+    def call(self, index: int, placement: Placement, timeout_s: float, *, repeat: int = 1) -> Call:
+        """Call object `index` on a placed case, `repeat` times in a row. Raises Fault."""
+        words = repeat.to_bytes(8, "little") + b"".join(placement.words)
+        start = time.perf_counter_ns()
+        inside_ns = self._ask(child.CALL, index, words, timeout_s)
+        outside_ns = time.perf_counter_ns() - start
+        if not 0 <= inside_ns <= outside_ns:
+            self.close()
+            raise Fault(
+                Failure.FORGED, f"reported {inside_ns} ns for a call that was answered after {outside_ns} ns"
+            )
+        return Call(inside_ns, outside_ns)
+
+    def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int:
+        """What the object's workspace query answers, unchecked. Raises Fault."""
+        words = b"".join(size.to_bytes(8, "little", signed=True) for size in sizes)
+        return self._ask(child.WORKSPACE, index, words, timeout_s)
+
+    def fence(self, placement: Placement) -> None:
+        """Take all rights to the guard pages from the runner: touching one is SIGSEGV. Raises Fault."""
+        self._ask(child.FENCE, 0, _ranges(placement.fences), _START_TIMEOUT_S)
+
+    def unfence(self, placement: Placement) -> None:
+        self._ask(child.OPEN, 0, _ranges(placement.fences), _START_TIMEOUT_S)
+
+    def touch(self, placement: Placement) -> None:
+        """Map a placement's pages in the runner, so that no timed call pays for it. Raises Fault."""
+        self._ask(child.TOUCH, 0, _ranges([(placement.begin, placement.end)]), _START_TIMEOUT_S)
 
 
 _MEANING = {

@@ -26,7 +26,7 @@ from evotune.fitness.arena import Placement
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.operator import Case, Operator, Workload, specialization
 from evotune.fitness.outcome import Failed, Failure, Measurement, Stage
-from evotune.fitness.runner import Call, Fault
+from evotune.fitness.runner import Call, Fault, Runner
 
 Quiet = Callable[[], AbstractContextManager[None]]
 
@@ -87,7 +87,7 @@ def _blaming_baseline() -> Iterator[None]:
 class _Side:
     """One kernel's half of a block: a placement per problem, the last for warming up, and the timed calls."""
 
-    session: Session
+    session: Session[Runner]
     index: int
     placements: list[Placement] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -183,7 +183,7 @@ class Timer:
     plan: TimingPlan
     quiet: Quiet
 
-    def time(self, candidate: Session, baseline: Session) -> Timed | Failed:
+    def time(self, candidate: Session[Runner], baseline: Session[Runner]) -> Timed | Failed:
         """One block per workload; all of them a second time when the first one's clocks disagree.
 
         Raises BaselineFault, SandboxError, StudyError.
@@ -202,7 +202,7 @@ class Timer:
         return Failed(Failure.FORGED, Stage.TIME, detail, case=late.target.workload.name)
 
     def _measure(
-        self, candidate: Session, baseline: Session, rng: np.random.Generator
+        self, candidate: Session[Runner], baseline: Session[Runner], rng: np.random.Generator
     ) -> tuple[list[_Block], float]:
         """Blocks that ran to their end, and the candidate's host cost of a call."""
         blocks, mine_end, theirs_end = [], 0, 0
@@ -220,7 +220,7 @@ class Timer:
             host_call_us = self._host_call_us(candidate, mine_end)
         return blocks, host_call_us
 
-    def _host_call_us(self, candidate: Session, begin: int) -> float:
+    def _host_call_us(self, candidate: Session[Runner], begin: int) -> float:
         """The dearest object's cost of a call on an empty problem; the first calls warm up."""
         costs = []
         for target in {target.index: target for target in self.targets}.values():

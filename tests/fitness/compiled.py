@@ -64,7 +64,7 @@ class Bench:
             runner.close()
 
     @contextmanager
-    def session(self, source: str, limits: GateLimits | None = None) -> Iterator[Session]:
+    def session(self, source: str, limits: GateLimits | None = None) -> Iterator[Session[Runner]]:
         session = Session(self.starter(source), [SIGNATURE], limits or GateLimits(call_timeout_s=0.5))
         try:
             yield session

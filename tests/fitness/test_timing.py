@@ -55,7 +55,7 @@ class _Recorder:
 
     order: list[int]
 
-    def watch(self, session: Session, name: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(self, session: Session[Runner], name: int, monkeypatch: pytest.MonkeyPatch) -> None:
         runner, original = session.runner, session.runner.call
 
         def call(index, placement, timeout_s, *, repeat=1):  # type: ignore[no-untyped-def]
