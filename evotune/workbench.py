@@ -58,7 +58,7 @@ class Workbench:
         return Linker(self.toolchain, self.sandbox).link_bytes(object_, entry)
 
     @contextmanager
-    def session(self, libraries: Mapping[Specialization, bytes], entry: str) -> Iterator[Session]:
+    def session(self, libraries: Mapping[Specialization, bytes], entry: str) -> "Iterator[Session[Runner]]":
         """A judging session over libraries made by `link`, in the order of the mapping; for one thread."""
         signatures = [self.operator.signature(spec) for spec in libraries]
         with tempfile.TemporaryDirectory(prefix="evotune-judged-") as folder:
