@@ -172,6 +172,78 @@ class Operator(Protocol):
         ...
 
 
+class DeviceParameter(Parameter, Protocol):
+    """An argument of an entry that takes tensors in a GPU's memory."""
+
+    @property
+    def absent(self) -> tuple[int | str, ...] | None:
+        """Shape of the empty tensor that stands for a buffer a case lacks, sizes by name; None for None."""
+        ...
+
+
+class Gather(Protocol):
+    """New element j of each row is old element `index[j]` of it, times `factor[j]` (None: ones).
+
+    A row is what follows the first `lead` axes, flattened. `index` is int32, `factor` float32.
+    """
+
+    @property
+    def lead(self) -> int: ...
+    @property
+    def index(self) -> Array: ...
+    @property
+    def factor(self) -> Array | None: ...
+
+
+class Spread(Protocol):
+    """A large problem made of exact images of a small solved one, so that its answer is known in parts.
+
+    `inputs` tell shapes and types only; their numbers are gathered from `sources`, on the device.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> Mapping[str, Array | None]: ...
+    @property
+    def outputs(self) -> Mapping[str, tuple[tuple[int, ...], str] | None]: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def scalars(self) -> Mapping[str, float]: ...
+    @property
+    def sources(self) -> Mapping[str, Array | None]: ...
+    @property
+    def gathers(self) -> Mapping[str, Gather]:
+        """By argument name; an argument without one is its source as it is."""
+        ...
+
+    @property
+    def copies(self) -> int: ...
+
+    def copy(self, number: int) -> Case:
+        """One image as a case of its own."""
+        ...
+
+    def place(self, number: int) -> Mapping[str, tuple[int, int, int]]:
+        """Where an image's outputs lie in the whole problem's: name → (axis, begin, end)."""
+        ...
+
+
+class DeviceOperator(Operator, Protocol):
+    """An operator whose kernels also run on GPUs, on problems too large to be solved whole."""
+
+    def device_signature(self, spec: Specialization) -> Sequence[DeviceParameter]: ...
+
+    def pool(self, workload: Any) -> Workload:
+        """The small problem that `spread` makes a workload's inputs of."""
+        ...
+
+    def spread(self, workload: Any, pool: Any, rng: np.random.Generator) -> Spread:
+        """A fresh problem of a workload from the solved case of its pool."""
+        ...
+
+
 def specialization(operator: Operator, workload: Workload) -> Specialization:
     """The object this workload needs."""
     return Specialization(operator.name, workload.dtype, tuple(sorted(workload.constants.items())))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any, Literal, Protocol
@@ -15,6 +15,7 @@ from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases
 from evotune.reference_kda.laws import KdaLaw, laws_of
 from evotune.reference_kda.namespace import DTYPES
 from evotune.reference_kda.problem import activate
+from evotune.reference_kda.spread import KdaSpread, pool_of
 from evotune.reference_kda.workload import Workload, draw_inputs, parse_workload
 
 Level = Literal["screen", "full"]
@@ -33,11 +34,12 @@ class Spec(Protocol):
 
 @dataclass(frozen=True)
 class KdaParameter:
-    """One argument of the entry; see `evotune.fitness.operator.Parameter`."""
+    """One argument of the entry; see `evotune.fitness.operator.Parameter` and `DeviceParameter`."""
 
     name: str
     role: Role
     ctype: str
+    absent: tuple[int | str, ...] | None = None
 
 
 class KdaOperator:
@@ -68,6 +70,16 @@ class KdaOperator:
         scalars = tuple(KdaParameter(name, "scalar", "float32") for name in ("scale", "lower_bound"))
         return (*(KdaParameter(*pointer) for pointer in pointers), *sizes, *scalars)
 
+    def device_signature(self, spec: Spec) -> tuple[KdaParameter, ...]:
+        """The same arguments as tensors on a GPU: cu_seqlens is int32, absent states have no sequences."""
+        state = (0, "HV", *(_integer(spec, name) for name in ("V", "K")))
+        changes: dict[str, dict[str, Any]] = {
+            "cu_seqlens": {"ctype": "int32"},
+            "initial_state": {"absent": state},
+            "final_state": {"absent": state},
+        }
+        return tuple(replace(p, **changes.get(p.name, {})) for p in self.signature(spec))
+
     def workload(self, table: Mapping[str, Any]) -> Workload:
         """From a `[[workload]]` table of study.toml. Raises StudyError that names the key and the mend."""
         return parse_workload(table)
@@ -80,6 +92,12 @@ class KdaOperator:
 
     def solve(self, workload: Workload, seed: int) -> KdaCase:
         return solve(workload, seed)
+
+    def pool(self, workload: Workload) -> Workload:
+        return pool_of(workload)
+
+    def spread(self, workload: Workload, pool: KdaCase, rng: np.random.Generator) -> KdaSpread:
+        return KdaSpread.draw(workload, pool, rng)
 
     def empty(self, spec: Spec) -> KdaCase:
         """No sequence, no token."""
@@ -116,9 +134,7 @@ def _laws(base: Workload, level: Level) -> tuple[KdaLaw, ...]:
 
 def _base(spec: Spec) -> Workload:
     """An empty workload with the specialization's facts."""
-    K, V = spec["K"], spec["V"]
-    if not isinstance(K, int) or not isinstance(V, int):
-        raise TypeError(f"K = {K!r} and V = {V!r} of {spec.label} must be integers")
+    K, V = _integer(spec, "K"), _integer(spec, "V")
     return Workload(
         name=spec.label,
         group="gate",
@@ -128,6 +144,13 @@ def _base(spec: Spec) -> Workload:
         dtype=spec.dtype,
         contract=str(spec["contract"]),
     )
+
+
+def _integer(spec: Spec, name: str) -> int:
+    value = spec[name]
+    if not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r} of {spec.label} must be an integer")
+    return value
 
 
 KDA = KdaOperator()
