@@ -103,7 +103,9 @@ def status(study: StudyPath = None, as_json: AsJson = False) -> None:
     """Branches, best per objective, front, failure classes, spend."""
     from evotune import report
 
-    state = report.status(_history(_directory(study)))
+    directory = _directory(study)
+    history = _history(directory)
+    state = report.status(history, report.spent_usd(history, directory))
     if as_json:
         print(json.dumps(state, indent=2))
     else:
@@ -354,7 +356,7 @@ def _run(setup: "Setup", opening: Any, as_json: bool) -> None:
             opened.close()
     finally:
         judge.close()
-    state = report.status(loop.history)
+    state = report.status(loop.history, report.spent_usd(loop.history, setup.directory))
     if as_json:
         print(json.dumps(state | {"end": end.value, "directory": str(setup.directory)}, indent=2))
     else:

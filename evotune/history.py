@@ -61,10 +61,6 @@ class History:
     def elapsed_s(self) -> float:
         return max((entry.judged.elapsed_s for entry in self.entries if entry.judged), default=0.0)
 
-    @property
-    def cost_usd(self) -> float:
-        return sum(branch.cost_usd for branch in self.branches)
-
     def added(self, branch: str) -> BranchAdded:
         return next(b for b in self.branches if b.id == branch)
 

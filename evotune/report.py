@@ -1,6 +1,7 @@
 """What `status` and `show` tell, as JSON and as tables for a terminal."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,12 +12,19 @@ from rich.text import Text
 
 from evotune.errors import StudyError
 from evotune.history import Entry, History, primary
+from evotune.mutators.transcript import FILE, Transcript
 from evotune.notes import diff, headline
 from evotune.pareto import best_per_column, front
 from evotune.records import to_json, verdict
 
 
-def status(history: History) -> dict[str, Any]:
+def spent_usd(history: History, directory: Path) -> float:
+    """Of all operators. An LLM's is in its transcript, where refused and unusable answers count too."""
+    others = sum(branch.cost_usd for branch in history.branches if branch.operator != "llm")
+    return others + Transcript(directory / FILE).spent_usd
+
+
+def status(history: History, cost_usd: float) -> dict[str, Any]:
     """State of a study: branches, best per objective, front, failure classes, spend. JSON-ready."""
     judged = history.judged
     study = history.begun.config["study"]
@@ -25,7 +33,7 @@ def status(history: History) -> dict[str, Any]:
         "name": study["name"],
         "trials": {"asked": len(history.entries), "judged": len(judged), "wanted": study["trials"]},
         "elapsed_s": round(history.elapsed_s, 1),
-        "cost_usd": history.cost_usd,
+        "cost_usd": cost_usd,
         "passed": sum(entry.passed is not None for entry in judged),
         "failures": dict(history.failures().most_common()),
         "refusals": [

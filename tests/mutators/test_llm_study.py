@@ -11,6 +11,7 @@ from evotune.journal import read
 from evotune.mutators import patch
 from evotune.mutators.transcript import FILE, Transcript
 from evotune.replay import replay
+from evotune.report import spent_usd
 from evotune.study import StudyRun
 from tests.evotune.toy import run_study, setup_of, study_file
 from tests.mutators.fake_service import Reply, serve
@@ -157,6 +158,7 @@ def test_the_cap_holds_over_a_resumed_study(tmp_path: Path, monkeypatch: pytest.
         run_study(setup_of(path, trials=60), resumed=True)
     spent = Transcript(first.setup.directory / FILE).spent_usd
     assert 0 < spent <= 0.04
+    assert spent_usd(first.history, first.setup.directory) == spent  # though no branch came of it
     problems = {getattr(record, "problem", "") for record in read(first.setup.directory).records}
     assert "budget" in problems
     assert len(service.requests) == 3  # 0.013 each; a fourth could have cost as much again
