@@ -1,0 +1,101 @@
+"""One kernel of the corpus: what it is, how it is made, and what has to become of it.
+
+A kernel is C source: the corpus's own (`frame.c` round `token_loop.c` or `chunk_form.c`) or the host template,
+after some small edits. An edit that no longer fits its source is an error, never skipped.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Literal
+
+from evotune.fitness.outcome import Failure, Stage
+from evotune.search_space.branch import Branch, Candidate
+from evotune.search_space.template import Specialization
+from evotune.search_space.templates.kda_host import TEMPLATE
+
+Base = Literal["token_loop", "chunk_form", "template"]
+
+RUNGS = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS, Stage.INTEGRITY})
+VALUES = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS})
+
+
+class Kind(StrEnum):
+    """A mutant is wrong by mistake, a cheat on purpose, a variant is honest and different."""
+
+    MUTANT = "mutant"
+    CHEAT = "cheat"
+    VARIANT = "variant"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Text that occurs once in a source, and what takes its place."""
+
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        """Raises ValueError unless `old` occurs exactly once."""
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.old!r} occurs {count} times in the source it edits")
+        return source.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel.
+
+    Attributes:
+        why: what it does, in a line.
+        caught: the stages that may stop it: a rung of the gate, or build, inspect, time. Empty for variants.
+        failures: what it may fail as; empty: whatever.
+        evolve: numbers of the catalogue of known cheats (see `coverage`) that it stands for.
+        knobs: of the host template, where `base` is "template".
+        may_pass: a trick that is honest where it does not work: it counts as accepted only if it pays.
+    """
+
+    name: str
+    kind: Kind
+    why: str
+    base: Base = "token_loop"
+    edits: tuple[Edit, ...] = ()
+    caught: frozenset[Stage] = frozenset()
+    failures: frozenset[Failure] = frozenset()
+    evolve: tuple[int, ...] = ()
+    knobs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    dtype: str = "float32"
+    contract: str = "plain"
+    may_pass: bool = False
+
+    @property
+    def source(self) -> str:
+        """Raises ValueError when an edit does not fit."""
+        source = base_source(self.base)
+        for edit in self.edits:
+            source = edit.apply(source)
+        return source
+
+    def candidate(self, spec: Specialization) -> Candidate:
+        knobs = replace(TEMPLATE.default(spec), **self.knobs)
+        refusal = TEMPLATE.why_not(knobs, spec)
+        if refusal is not None:
+            raise ValueError(f"{self.name}: {refusal}")
+        return Candidate(Branch(self.name, self.source, None, "redteam", self.why), knobs)
+
+
+@cache
+def base_source(base: Base) -> str:
+    if base == "template":
+        return TEMPLATE.source
+    here = files("evotune.fitness.redteam")
+    frame, core = (here.joinpath(f"{name}.c").read_text(encoding="utf-8") for name in ("frame", base))
+    return Edit("/* CORE */\n", core).apply(frame)
+
+
+def edits(*pairs: tuple[str, str]) -> tuple[Edit, ...]:
+    return tuple(Edit(*pair) for pair in pairs)
