@@ -14,6 +14,7 @@ from evotune.errors import StudyError
 TEMPLATES: Mapping[str, str] = {
     "kda_host": "evotune.search_space.templates.kda_host:TEMPLATE",
     "kda_sm90": "evotune.search_space.templates.kda_sm90:TEMPLATE",
+    "kda_sm90_chunked": "evotune.search_space.templates.kda_sm90_chunked:TEMPLATE",
 }
 OPERATORS: Mapping[str, str] = {"kda": "evotune.reference_kda.operator:KDA"}
 # Functions (Setup) -> Mutator.

@@ -1,0 +1,372 @@
+"""The chunked Hopper template: layouts by lane, legality without a compiler, samples through the real one."""
+
+import ast
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from evotune.fitness import cute_toolchain
+from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
+from evotune.fitness.outcome import Resources
+from evotune.fitness.sandbox import Limits, Sandbox
+from evotune.fitness.toolchain import Compiled
+from evotune.search_space.branch import replace_stage, stages
+from evotune.search_space.space import Space, choices_of
+from evotune.search_space.template import Specialization, Unit
+from evotune.search_space.templates.kda_sm90_chunked import TEMPLATE, KdaSm90ChunkedKnobs
+from evotune.search_space.templates.kda_sm90_chunked_plan import CHUNK, SHARED_LIMIT_BYTES, TILE, WARP, Plan
+
+Real = npt.NDArray[np.float64]
+LANES = range(WARP)
+
+
+def spec(contract: str = "production", K: int = 128, V: int = 128, dtype: str = "bfloat16") -> Specialization:
+    return Specialization("kda", dtype, (("K", K), ("V", V), ("contract", contract)))
+
+
+SPECS = (spec(), spec("plain"), spec(K=64, V=64), spec("plain", K=64, V=128))
+
+
+def plan(*, debug: bool = False, K: int = 128, **knobs: Any) -> Plan:
+    constants = dict(TEMPLATE.unit("", replace(KdaSm90ChunkedKnobs(), **knobs), spec(K=K)).constants)
+    return Plan.of({**constants, "DEBUG": int(debug)})
+
+
+# What the instructions do, from the PTX ISA (ldmatrix, stmatrix, mma.m16n8k16): an oracle for the layouts.
+
+
+def ldmatrix(memory: Real, addresses: Sequence[int], *, transpose: bool) -> Real:
+    """[lanes, 8]: four 8 × 8 matrices, rows where the lanes point; `memory` by element of 2 bytes."""
+    assert all(address % 16 == 0 for address in addresses)
+    rows = np.array([memory[address // 2 : address // 2 + 8] for address in addresses])
+    matrices = rows.reshape(4, 8, 8)
+    if transpose:
+        matrices = matrices.transpose(0, 2, 1)
+    return np.array(
+        [[matrices[i, lane // 4, lane % 4 * 2 + c] for i in range(4) for c in (0, 1)] for lane in LANES]
+    )
+
+
+def mma(left: Real, right: Real) -> Real:
+    """[lanes, 4, 2]: the product of a left operand [lanes, 8] and two right ones [lanes, 8]."""
+    a, b, c = np.zeros((16, 16)), np.zeros((16, 16)), np.zeros((WARP, 4, 2))
+    for lane in LANES:
+        for register in range(4):
+            for half in range(2):
+                row, k = lane // 4 + register % 2 * 8, lane % 4 * 2 + half + register // 2 * 8
+                a[row, k] = left[lane, 2 * register + half]
+                n, k = lane // 4 + register // 2 * 8, lane % 4 * 2 + half + register % 2 * 8
+                b[k, n] = right[lane, 2 * register + half]
+    product = a @ b
+    for lane in LANES:
+        for e in range(4):
+            for j in range(2):
+                c[lane, e, j] = product[lane // 4 + e // 2 * 8, 8 * j + lane % 4 * 2 + e % 2]
+    return c
+
+
+def accumulators(p: Plan, matrix: Real) -> Real:
+    """[lanes, 4, columns / 8] of a [16, columns] matrix."""
+    blocks = range(matrix.shape[1] // 8)
+    return np.array(
+        [
+            [[matrix[p.product_row(lane, e), p.product_column(lane, e, j)] for j in blocks] for e in range(4)]
+            for lane in LANES
+        ]
+    )
+
+
+def as_left(acc: Real, kk: int) -> Real:
+    """The kernel's `rounded`: 8 neighbouring accumulators, elements fastest, are a left operand."""
+    return acc.transpose(0, 2, 1).reshape(WARP, -1)[:, 8 * kk : 8 * kk + 8]
+
+
+def stored(byte: Callable[[int, int], int], matrix: Real, size: int) -> Real:
+    """Memory of `size` bytes that holds a matrix, each element where `byte` says."""
+    memory = np.full(size // 2, np.nan)
+    for row, column in np.ndindex(matrix.shape):
+        memory[byte(row, column) // 2] = matrix[row, column]
+    return memory
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+class TestLanes:
+    """Every matrix product of the kernels as its lanes see it, against the product of whole matrices."""
+
+    def test_the_state_times_keys(self, rng: np.random.Generator, K: int) -> None:
+        p = plan(K=K)
+        state, keys = rng.normal(size=(TILE, K)), rng.normal(size=(CHUNK, K))
+        memory = stored(p.panel_byte, keys, p.panels * CHUNK * 128)
+        assert not np.isnan(memory).any()
+        found = np.zeros((WARP, 4, 2))
+        for kk in range(K // TILE):
+            at = [p.panel_byte(p.right_row(lane), kk * TILE + p.right_column(lane)) for lane in LANES]
+            left = as_left(accumulators(p, state), kk)
+            found += mma(left, ldmatrix(memory, at, transpose=False))
+        np.testing.assert_allclose(found, accumulators(p, state @ keys.T), atol=1e-12)
+
+    def test_corrections_times_keys_update_the_state(self, rng: np.random.Generator, K: int) -> None:
+        p = plan(K=K)
+        u, keys = rng.normal(size=(TILE, CHUNK)), rng.normal(size=(CHUNK, K))
+        memory = stored(p.panel_byte, keys, p.panels * CHUNK * 128)
+        left = as_left(accumulators(p, u), 0)
+        want = accumulators(p, u @ keys)
+        for jj in range(K // TILE):
+            at = [p.panel_byte(p.left_row(lane), jj * TILE + p.left_column(lane)) for lane in LANES]
+            found = mma(left, ldmatrix(memory, at, transpose=True))
+            np.testing.assert_allclose(found, want[:, :, 2 * jj : 2 * jj + 2], atol=1e-12)
+
+    def test_the_gram_matrix_of_a_chunk(self, rng: np.random.Generator, K: int) -> None:
+        p = plan(K=K)
+        a, b = rng.normal(size=(2, CHUNK, K))
+        memory = [stored(p.panel_byte, x, p.panels * CHUNK * 128) for x in (a, b)]
+        found = np.zeros((WARP, 4, 2))
+        for kk in range(K // TILE):
+            left = [p.panel_byte(p.left_row(lane), kk * TILE + p.left_column(lane)) for lane in LANES]
+            right = [p.panel_byte(p.right_row(lane), kk * TILE + p.right_column(lane)) for lane in LANES]
+            found += mma(
+                ldmatrix(memory[0], left, transpose=False), ldmatrix(memory[1], right, transpose=False)
+            )
+        np.testing.assert_allclose(found, accumulators(p, a @ b.T), atol=1e-12)
+
+    def test_squares_and_patches(self, rng: np.random.Generator, K: int) -> None:
+        p = plan(K=K)
+        r, x = rng.normal(size=(2, 16, 16))
+        memory = stored(p.square_byte, x, 512)
+        at = [p.square_byte(p.right_row(lane), p.right_column(lane)) for lane in LANES]
+        found = mma(as_left(accumulators(p, r), 0), ldmatrix(memory, at, transpose=False))
+        np.testing.assert_allclose(found, accumulators(p, r @ x.T), atol=1e-12)
+        turned = ldmatrix(memory, at, transpose=True)  # a patch [tokens, values] as rows of values
+        np.testing.assert_array_equal(turned, as_left(accumulators(p, x.T), 0))
+
+    def test_eight_rows_touch_every_bank_once(self, K: int) -> None:
+        p = plan(K=K)
+        for column in range(0, K, 8):
+            assert sorted(p.panel_byte(row, column) // 16 % 8 for row in range(8)) == list(range(8))
+        for rows in (range(8), range(8, 16)):
+            for half in (0, 8):
+                assert len({p.square_byte(row, half) // 16 % 8 for row in rows}) == 8
+
+
+class TestSlots:
+    def test_every_chunk_has_a_place_of_its_own(self, rng: np.random.Generator) -> None:
+        p = plan()
+        for _ in range(200):
+            lengths = rng.integers(0, 70, int(rng.integers(1, 30))) * rng.integers(0, 2)
+            cu = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+            taken = [
+                p.first_slot(n, cu[n]) + chunk
+                for n, length in enumerate(lengths.tolist())
+                for chunk in range(-(-length // CHUNK))
+            ]
+            firsts = [p.first_slot(n, cu[n]) for n in range(len(lengths))]
+            assert len(set(taken)) == len(taken)
+            assert firsts == sorted(set(firsts))  # what the search in `locate` needs
+            assert all(0 <= slot < p.slots(len(lengths), cu[-1]) for slot in taken)
+
+    def test_the_workspace_has_room_for_all(self) -> None:
+        placed = plan().workspace(3, 100, 4)
+        assert placed["order"] == (100 // 16 + 3) * 4 * 13824
+        assert placed["end"] == placed["order"] + 1024
+        debug = plan(debug=True).workspace(3, 100, 4)
+        assert debug["state"] - debug["u"] == (100 // 16 + 3) * 4 * 16 * 128 * 4
+        assert debug["end"] - debug["state"] == (100 // 16 + 3) * 4 * 128 * 128 * 4
+        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), 3, 100, 4) == placed["end"]
+        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), 3, 100, 4, debug=True) == debug["end"]
+
+    def test_a_record_is_dense_and_aligned_for_bulk_copies(self) -> None:
+        for K in (64, 128):
+            p = plan(K=K)
+            used = np.zeros(p.record_bytes, int)
+            for name in ("kw", "qg", "kg"):
+                for row, column in np.ndindex(CHUNK, K):
+                    first = p.record_offsets[name] + p.panel_byte(row, column)
+                    used[first : first + 2] += 1
+            for name in ("x", "m"):
+                for row, column in np.ndindex(CHUNK, CHUNK):
+                    first = p.record_offsets[name] + p.square_byte(row, column)
+                    used[first : first + 2] += 1
+            used[p.record_offsets["end"] :] += 1
+            assert (used == 1).all()
+            assert p.record_bytes % 128 == 0
+
+
+class TestLegality:
+    def test_the_default_is_legal_for_all(self) -> None:
+        assert [TEMPLATE.why_not(TEMPLATE.default(each), each) for each in SPECS] == [None] * len(SPECS)
+
+    def test_the_space_is_large_and_not_all_legal(self) -> None:
+        space = Space(TEMPLATE, SPECS[:2])
+        widths = [len(values) for values in space.choices]
+        cells = np.random.default_rng(2).integers(widths, size=(2000, len(widths))).tolist()
+        share = sum(space.is_legal(tuple(cell)) for cell in cells) / len(cells)
+        assert 0.2 < share < 0.7
+        assert share * space.size > 5_000
+
+    def test_the_kernel_reads_the_same_plan_from_its_constants(self) -> None:
+        space = Space(TEMPLATE, SPECS[:1])
+        for cell in space.sample_cells(np.random.default_rng(4), 20):
+            for each in SPECS:
+                knobs = space.at(cell)
+                same = Plan.of(dict(TEMPLATE.unit("", knobs, each).constants))
+                assert TEMPLATE.why_not(knobs, each) == same.why_not()
+                assert TEMPLATE.budget(knobs, each)["shared_bytes"] == same.shared_bytes
+
+    @pytest.mark.parametrize(
+        ("knobs", "where", "reason"),
+        [
+            ({}, {"dtype": "float32"}, "the matrix products take bfloat16"),
+            ({}, {"K": 96}, "K = 96 is neither 64 nor 128"),
+            ({"value_tile": 128}, {"V": 64}, "value_tile 128 does not divide V = 64"),
+            ({"copy": "cp.async"}, {}, "loader must be inline"),
+            ({"prepare_blocks": 8}, {}, "prepare: 8 blocks"),
+            ({"value_tile": 128, "recurrence_blocks": 3}, {}, "recurrence: 3 blocks"),
+            ({"stages": 8, "recurrence_blocks": 2}, {}, "bytes of shared memory exceed"),
+        ],
+    )
+    def test_a_refusal_names_the_reason(
+        self, knobs: dict[str, Any], where: dict[str, Any], reason: str
+    ) -> None:
+        why = TEMPLATE.why_not(replace(KdaSm90ChunkedKnobs(), **knobs), spec("plain", **where))
+        assert why is not None
+        assert reason in why
+
+    def test_no_block_wants_more_than_a_block_may_have(self) -> None:
+        space = Space(TEMPLATE, SPECS[:1])
+        for cell in space.sample_cells(np.random.default_rng(5), 200):
+            assert TEMPLATE.budget(space.at(cell), spec())["shared_bytes"] <= SHARED_LIMIT_BYTES
+
+
+class TestSource:
+    def test_it_stands_alone(self) -> None:
+        tree = ast.parse(TEMPLATE.source)
+        imported = {
+            name.split(".")[0]
+            for node in ast.walk(tree)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert imported == {"cutlass", "collections", "dataclasses", "typing"}
+
+    def test_each_stage_is_one_whole_method(self) -> None:
+        found = stages(TEMPLATE.source)
+        assert {"gate", "exponentials", "invert", "contract", "forget", "correct", "update", "output"} <= set(
+            found
+        )
+        for name, body in found.items():
+            (kernel,) = ast.parse("class Kernel:\n" + body).body
+            assert isinstance(kernel, ast.ClassDef)
+            assert [getattr(node, "name", None) for node in kernel.body] == [name]
+
+    def test_layouts_tell_what_the_plan_knows(self) -> None:
+        shown = TEMPLATE.layouts(KdaSm90ChunkedKnobs(), spec())
+        assert "recurrence  N × HV × 2 blocks of 160 threads" in shown
+        assert "   13312      512  end" in shown
+        assert "   67648  in all" in shown
+        assert "lane  4  columns 1, 9  keys 0, 1, 8, 9, …" in shown
+
+
+Build = Callable[[Sequence[Unit]], list[tuple[Compiled, Resources]]]
+
+
+@pytest.fixture(scope="module")
+def build() -> Iterator[Build]:
+    """Compile several units on all processors; fails the test when one does not compile."""
+    lack = cute_toolchain.missing()
+    if lack is not None:
+        pytest.skip(lack)
+    toolchain, sandbox, limits = CuteToolchain(), Sandbox.detect(), Limits(wall_s=90)
+
+    def one(unit: Unit) -> tuple[Compiled, Resources]:
+        with sandbox.scratch() as scratch:
+            compiled = toolchain.compile(unit, scratch, sandbox, limits)
+        assert isinstance(compiled, Compiled), f"{unit.constants}: {compiled}"
+        resources = toolchain.inspect(unit, compiled)
+        assert isinstance(resources, Resources), f"{unit.constants}: {resources}"
+        return compiled, resources
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield lambda units: list(pool.map(one, units))
+    toolchain.close()
+
+
+def code(compiled: Compiled) -> str:
+    return ptx_digest(compiled.files[".ptx"].decode())
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(400)
+def test_a_sample_compiles_within_its_budget(build: Build) -> None:
+    """Two legal configurations for each of four specializations."""
+    units = []
+    for each in SPECS:
+        space = Space(TEMPLATE, (each,))
+        units += [
+            TEMPLATE.unit(TEMPLATE.source, space.at(cell), each)
+            for cell in space.sample_cells(np.random.default_rng(1), 2)
+        ]
+    results = build(units)
+    for unit, (compiled, resources) in zip(units, results, strict=True):
+        same, values = Plan.of(dict(unit.constants)), resources.values
+        assert values["threads"] == same.threads
+        assert values["shared_bytes"] == same.shared_bytes  # the budget is exact, not an estimate
+        assert values["kernels"] == 2
+        assert b"__tvm_ffi_kda_forward" in compiled.object
+    assert len({code(compiled) for compiled, _ in results}) == len(units)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(400)
+def test_every_knob_changes_the_code_and_the_default_does_not_spill(build: Build) -> None:
+    default, facts = replace(KdaSm90ChunkedKnobs(), loader="inline"), spec()
+    others = []
+    for field in fields(KdaSm90ChunkedKnobs):
+        value = next(
+            value
+            for value in choices_of(KdaSm90ChunkedKnobs)[field.name]
+            if value != getattr(default, field.name)
+            and TEMPLATE.why_not(replace(default, **{field.name: value}), facts) is None
+        )
+        others.append(replace(default, **{field.name: value}))
+    results = build([TEMPLATE.unit(TEMPLATE.source, knobs, facts) for knobs in (default, *others)])
+    assert len({code(compiled) for compiled, _ in results}) == len(fields(KdaSm90ChunkedKnobs)) + 1
+    assert results[0][1].values["spill_bytes"] == 0
+
+
+@pytest.mark.compile
+def test_a_rewritten_stage_is_other_code_and_a_debug_build_writes_more(build: Build) -> None:
+    tanh = (
+        "    @cute.jit\n    def gate(self, g, slope, offset, lower_bound):\n"
+        "        half = (g * slope + offset) * F32(-0.5 / LOG2E)\n"
+        "        return lower_bound * (F32(0.5) + F32(0.5) * cute.math.tanh(half, approx=True))\n"
+    )
+    knobs = KdaSm90ChunkedKnobs()
+    seed, rewritten, debug = (
+        compiled
+        for compiled, _ in build(
+            [
+                TEMPLATE.unit(TEMPLATE.source, knobs, spec()),
+                TEMPLATE.unit(replace_stage(TEMPLATE.source, "gate", tanh), knobs, spec()),
+                TEMPLATE.unit(TEMPLATE.source, knobs, spec(), debug=True),
+            ]
+        )
+    )
+    assert rewritten.files[".ptx"].decode().count("tanh.approx") == 2 * CHUNK
+    stores = [each.files[".ptx"].decode().count("st.global") for each in (seed, debug)]
+    assert stores[1] >= stores[0] + 8 + 64  # U and the state of a lane
