@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from evotune.setup import Setup
     from evotune.study import Opened, Stop
 
+# One BLAS thread, set before numpy loads: the oracle's products are small, and a second thread that spins
+# beside the kernels being timed made the numpy form up to 100 times slower on a busy two-core machine.
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
 app = typer.Typer(
     help="Automatic design of kernels that can be trusted.",
     no_args_is_help=True,

@@ -1,9 +1,14 @@
 """Markers and flags of the whole suite."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+
+# As the command line does (see evotune/cli.py), before any test loads numpy.
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
