@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evotune.errors import DeviceError
-from evotune.fitness.device import absent
-from evotune.fitness.evaluation import Evaluator
+from evotune.fitness.device import absent, lacking
 from evotune.setup import Setup
 
 if TYPE_CHECKING:
+    from evotune.fitness.cuda import CudaEvaluator
     from evotune.fitness.host import HostEvaluator
 
 
@@ -30,6 +30,23 @@ def host(setup: Setup, cache: Path | None = None) -> "HostEvaluator":
     )
 
 
-def sm_90a(setup: Setup) -> Evaluator:
-    """An NVIDIA Hopper GPU. Raises DeviceError: kernels for it are built and inspected, not yet timed."""
-    raise DeviceError(absent("sm_90a") or "timing on sm_90a is not part of this version")
+def sm_90a(setup: Setup, cache: Path | None = None) -> "CudaEvaluator":
+    """An NVIDIA Hopper GPU; objects are kept in `cache`, by default the user's.
+
+    Raises DeviceError without a free GPU or the packages to use it, StudyError without a compiler.
+    """
+    reason = absent("sm_90a") or lacking()
+    if reason is not None:
+        raise DeviceError(reason)
+    from evotune.fitness.cuda import CudaEvaluator, CudaSettings
+    from evotune.fitness.judge import Problem
+    from evotune.fitness.sandbox import Sandbox
+
+    config = setup.config
+    return CudaEvaluator(
+        Problem(setup.template, setup.operator, setup.workloads),
+        setup.objectives,
+        settings=CudaSettings(gate=config.gate_limits, timing=config.timing_plan, build=config.build_plan),
+        cache=cache,
+        sandbox=Sandbox.detect(unsafe=setup.unsafe),
+    )

@@ -47,6 +47,11 @@ _DTYPES: dict[str, np.dtype[np.generic]] = {
 Flush = Literal["end", "start"]
 
 
+def dtype_of(ctype: str) -> np.dtype[np.generic]:
+    """Of an element that a signature names."""
+    return _DTYPES[ctype]
+
+
 class Placeable(Protocol):
     """What the layout of a call follows from; every `Case` is one."""
 
@@ -287,6 +292,18 @@ class Arena:
         for number, (start, end) in enumerate(placement.gaps):
             pieces.append(_pattern(start, end, self._guards[number % _GUARD_WORDS]))
         return np.concatenate(pieces)
+
+    def strayed(self, placement: Placement, found: Array) -> str | None:
+        """As `breach`, for the gaps of a placement elsewhere: `found` is what they hold, in one row."""
+        changed = np.flatnonzero(found != self.guard_bytes(placement))
+        if not changed.size:
+            return None
+        left = int(changed[0])
+        for start, end in placement.gaps:
+            if left < end - start:
+                break
+            left -= end - start
+        return self._outside(placement, start + left)
 
     def write(self, at: int, array: Array) -> int:
         """Copy an array's bytes to `at`; where the next may start, 64-byte aligned. Raises StudyError."""

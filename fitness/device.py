@@ -1,6 +1,7 @@
 """Whether a target's device is on this machine: what `run` asks before it plans to measure."""
 
 import ctypes
+from importlib.util import find_spec
 from pathlib import Path
 
 _CUDA_SUCCESS = 0
@@ -25,6 +26,18 @@ def absent(target: str) -> str | None:
     if wanted not in found:
         names = ", ".join(found) or "none"
         return f"{target} needs a GPU of compute capability {wanted}; visible here: {names}"
+    return None
+
+
+def lacking() -> str | None:
+    """One line on the Python package that a judge of GPU kernels lacks here, with the mend; None for none."""
+    for module, package in (
+        ("torch", "torch"),
+        ("tvm_ffi", "apache-tvm-ffi"),
+        ("cutlass", "nvidia-cutlass-dsl"),
+    ):
+        if find_spec(module) is None:
+            return f"{package} is not installed, which kernels are judged with: pip install 'evotune[cuda]'"
     return None
 
 

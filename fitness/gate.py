@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from evotune.fitness.arena import GUARD, POISON, Arena, Flush, Placement, changed_bits, nan_word
+from evotune.fitness.arena import GUARD, POISON, Arena, Flush, Placeable, Placement, changed_bits, nan_word
 from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Call, Fault
@@ -152,7 +152,7 @@ class Session(Generic[Process]):
             self._runner = self.start()
         return self._runner
 
-    def workspace_bytes(self, index: int, case: Case) -> int:
+    def workspace_bytes(self, index: int, case: Placeable) -> int:
         """What object `index` asks for on this case. Raises Fault when that is negative or too much."""
         sizes = tuple(case.sizes[p.name] for p in self.signatures[index] if p.role == "size")
         wanted = self._workspaces.get((index, sizes))
@@ -170,8 +170,21 @@ class Session(Generic[Process]):
         self, index: int, case: Case, *, begin: int = 0, flush: Flush = "end", poison: int = POISON
     ) -> Placement:
         """Lay a case out in the runner's arena. Raises Fault."""
+        return self.place_in(self.runner, index, case, begin=begin, flush=flush, poison=poison)
+
+    def place_in(
+        self,
+        runner: Process,
+        index: int,
+        case: Case,
+        *,
+        begin: int = 0,
+        flush: Flush = "end",
+        poison: int = POISON,
+    ) -> Placement:
+        """The same for a process of one's own. Raises Fault."""
         workspace_bytes = self.workspace_bytes(index, case)
-        return self.runner.arena.place(
+        return runner.arena.place(
             self.signatures[index],
             case,
             begin=begin,

@@ -12,7 +12,7 @@ from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
 from evotune.fitness.operator import Level, Parameter
-from evotune.fitness.outcome import Failed
+from evotune.fitness.outcome import Artifact, Failed
 from evotune.fitness.runner import Loadable, Runner, timing_cpu
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import Timed, Timer, TimingPlan
@@ -64,7 +64,7 @@ class HostEvaluator(CompiledEvaluator[Runner]):
     def _signature(self, spec: Specialization) -> Sequence[Parameter]:
         return self.problem.operator.signature(spec)
 
-    def _start_process(self, loadables: Sequence[Loadable]) -> Runner:
+    def _start_process(self, loadables: Sequence[Loadable], artifacts: Sequence[Artifact]) -> Runner:
         return Runner(
             loadables, self._sandbox, arena_bytes=self._settings.gate.arena_mib << 20, cpu=timing_cpu()
         )

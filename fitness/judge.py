@@ -30,7 +30,7 @@ from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Template
 
 Artifacts = Mapping[Specialization, Artifact]
-_Builds = Mapping[Specialization, "Future[Artifact | Failed | Retry]"]
+Builds = Mapping[Specialization, "Future[Artifact | Failed | Retry]"]
 _T = TypeVar("_T")
 
 
@@ -119,8 +119,11 @@ class CompiledEvaluator(ABC, Generic[Process]):
         """Arguments of the entry as this device takes them."""
 
     @abstractmethod
-    def _start_process(self, loadables: Sequence[Loadable]) -> Process:
-        """A process with these objects loaded. Raises Fault, SandboxError, OSError."""
+    def _start_process(self, loadables: Sequence[Loadable], artifacts: Sequence[Artifact]) -> Process:
+        """A process with these objects loaded, which were linked from these artifacts.
+
+        Both in the order of `Problem.specializations`. Raises Fault, SandboxError, OSError.
+        """
 
     @abstractmethod
     def _timed(self, session: Session[Process], baseline: Session[Process], gate: Gate) -> Timed | Failed:
@@ -135,7 +138,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         builds = self._start_builds(candidate)
 
         def work() -> GateReport:
-            with closing(self._session(_collect(builds))) as session:
+            with closing(self._session(collected(builds))) as session:
                 return self._gate.judge(session, self._specs, level, explain=True)
 
         return self._ask(work)
@@ -157,7 +160,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         builds = self._start_builds(candidate)
 
         def work() -> Confirmation:
-            gate, artifacts = self._second_gate, _collect(builds)
+            gate, artifacts = self._second_gate, collected(builds)
             with closing(self._session(artifacts)) as session:
                 report = gate.judge(session, self._specs, "full")
                 if report.failed is not None:
@@ -201,23 +204,23 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
         return self._judge.submit(guarded).result()
 
-    def _start_builds(self, candidate: Candidate) -> _Builds:
+    def _start_builds(self, candidate: Candidate) -> Builds:
         """Queue the candidate's units, one per specialization."""
         return self._start(dict.fromkeys(self._specs, candidate.knobs), candidate.branch.source)
 
-    def _start(self, knobs: Mapping[Specialization, Any], source: str) -> _Builds:
+    def _start(self, knobs: Mapping[Specialization, Any], source: str) -> Builds:
         unit = self.problem.template.unit
         return {
             spec: self._builder.build(unit(source, chosen, spec), spec.label)
             for spec, chosen in knobs.items()
         }
 
-    def _evaluate(self, candidate: Candidate, builds: _Builds) -> Evaluation:
+    def _evaluate(self, candidate: Candidate, builds: Builds) -> Evaluation:
         """In the judge's thread: wait for the builds, judge, time."""
         clock = _Stopwatch()
         artifacts: Artifacts = {}
         try:
-            artifacts = _collect(builds)
+            artifacts = collected(builds)
             clock.lap("build")
             outcome: Outcome = self._judge_built(candidate, artifacts, clock)
         except _Stop as stop:
@@ -253,14 +256,20 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def _session(self, artifacts: Artifacts) -> Session[Process]:
         """Objects linked and ready for a process of their own. Raises _Stop."""
-        loadables, signatures = [], []
+        loadables = self._loadables(artifacts)
+        signatures = [self._signature(spec) for spec in self._specs]
+        built = [artifacts[spec] for spec in self._specs]
+        return Session(lambda: self._start_process(loadables, built), signatures, self._limits)
+
+    def _loadables(self, artifacts: Artifacts) -> list[Loadable]:
+        """Linked, in the order of `Problem.specializations`. Raises _Stop."""
+        found = []
         for spec in self._specs:
             linked = self._linker.link(artifacts[spec])
             if isinstance(linked, Failed):
                 raise _Stop(linked)
-            signatures.append(self._signature(spec))
-            loadables.append(Loadable(linked, artifacts[spec].entry, kinds(signatures[-1])))
-        return Session(lambda: self._start_process(loadables), signatures, self._limits)
+            found.append(Loadable(linked, artifacts[spec].entry, kinds(self._signature(spec))))
+        return found
 
     def _time(self, session: Session[Process], gate: Gate) -> Timed:
         """Against the baseline; one that misbehaves is replaced once. Raises _Stop, StudyError."""
@@ -292,7 +301,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         template = self.problem.template
         defaults = {spec: template.default(spec) for spec in self._specs}
         try:
-            return _collect(self._start(defaults, template.source))
+            return collected(self._start(defaults, template.source))
         except _Stop as stop:
             if isinstance(stop.outcome, Failed):
                 raise StudyError(_default_fails(stop.outcome)) from None
@@ -311,7 +320,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
             return {case.name: self.problem.operator.naive_time_us(case) for case in cases}
 
 
-def _collect(builds: _Builds) -> dict[Specialization, Artifact]:
+def collected(builds: Builds) -> dict[Specialization, Artifact]:
     """Wait for all builds. Raises _Stop with the first one that gave no artifact."""
     artifacts = {}
     for spec, future in builds.items():

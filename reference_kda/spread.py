@@ -2,8 +2,8 @@
 
 A timed workload has 64 heads of 8,192 tokens; the float64 truth of all would take minutes, their numbers
 700 MB. So a *pool* of one or two heads is solved, and the problem is made of `copies` of it, each under a
-symmetry of its own (see `symmetry`). Where the kernel runs, its arguments are gathered from the pool's by tables of a
-few MB, and any copy's outputs can be compared with the pool's truth under that copy's symmetry.
+symmetry of its own (see `symmetry`). Where the kernel runs, its arguments are gathered from the pool's by
+tables of a few MB, and any copy's outputs can be compared with the pool's truth under that copy's symmetry.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,344 @@
+"""The judge for kernels on an NVIDIA GPU: one owner per GPU, a disposable sandboxed process per candidate.
+
+Builds run on all cores beside it. The baseline has a process of its own that stays alive. After a fault, a
+hang or an error of the device the process is thrown away, and before the next candidate is timed the baseline
+must reproduce the time it had when the study began: within `CANARY_BAND`, else in a fresh process, else the
+device counts as lost.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evotune.errors import DeviceLost
+from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
+from evotune.fitness.cache import Cache
+from evotune.fitness.cuda_link import CudaLinker, runtime_library
+from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace
+from evotune.fitness.cuda_timing import CudaTimer, Pools
+from evotune.fitness.cute_toolchain import CuteToolchain
+from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.gate import Gate, GateLimits, Session
+from evotune.fitness.judge import Artifacts, Builds, CompiledEvaluator, Problem, collected
+from evotune.fitness.lease import Lease, any_free
+from evotune.fitness.link import Linker
+from evotune.fitness.objectives import Objective
+from evotune.fitness.operator import DeviceOperator, DeviceParameter, Level
+from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.fitness.runner import Fault, Loadable
+from evotune.fitness.sandbox import Sandbox
+from evotune.fitness.timing import BaselineFault, Timed, TimingPlan, blaming_baseline
+from evotune.fitness.toolchain import Toolchain, read_output
+from evotune.search_space.branch import Candidate
+from evotune.search_space.template import Specialization
+
+CANARY_BAND = 0.1
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+_SANITIZER_S = 60.0
+
+
+@dataclass(frozen=True)
+class CudaSettings:
+    """All that a study may set about judging on a GPU. `spares` processes stand ready ahead of their use."""
+
+    level: Level = "screen"
+    gate: GateLimits = field(default_factory=GateLimits)
+    timing: TimingPlan = field(default_factory=TimingPlan)
+    build: BuildPlan = field(default_factory=BuildPlan)
+    spares: int = 3
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How the GPU was used since the evaluator was made.
+
+    Attributes:
+        candidates: judged, failures included.
+        waited_s: in which a judge process was at work for the parent: the upper bound of the GPU's busy time.
+    """
+
+    candidates: int
+    seconds: float
+    waited_s: float
+
+    @property
+    def per_minute(self) -> float:
+        return 60 * self.candidates / self.seconds if self.seconds else 0.0
+
+    @property
+    def busy(self) -> float:
+        return self.waited_s / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Sanitized:
+    """What compute-sanitizer said of a candidate: tool → "" (clean), or its first complaint.
+
+    `absent` says in a line why it was not run.
+    """
+
+    found: Mapping[str, str] = field(default_factory=dict)
+    absent: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not self.absent and not any(self.found.values())
+
+
+class CudaEvaluator(CompiledEvaluator[CudaProcess]):
+    """See `CompiledEvaluator`; the operator is a `DeviceOperator`."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        objectives: Sequence[Objective],
+        *,
+        settings: CudaSettings | None = None,
+        cache: Path | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        """Takes the first free GPU for as long as the evaluator lives.
+
+        Raises StudyError without compiler or linker, DeviceError without a free GPU, SandboxError, OSError.
+        """
+        self._settings = settings or CudaSettings()
+        sandbox = sandbox or Sandbox.detect()
+        toolchain, linker = self._tools(sandbox)
+        self._closing = ExitStack()
+        self._lease = self._closing.enter_context(closing(self._leased()))
+        self._cell = self._judge_cell(sandbox)
+        super().__init__(
+            problem,
+            objectives,
+            level=self._settings.level,
+            limits=self._settings.gate,
+            builder=Builder(
+                toolchain,
+                sandbox,
+                Cache(cache or default_cache_directory()),
+                self._settings.build,
+                linker,
+            ),
+            linker=linker,
+        )
+        self._operator: DeviceOperator = problem.operator  # type: ignore[assignment]  # sm_90a has such alone
+        self._pools: dict[int, Pools] = {}
+        self._pools_of(self._gate)
+        self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
+        self._checks = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="check")
+        self._workspace_of: dict[str, Workspace] = {}
+        self._copy_bytes_per_us: float | None = None
+        self._canary_us: float | None = None
+        self._doubted = False
+        self._faults_seen = 0
+        self._judged, self._started_s = 0, time.monotonic()
+
+    # What the tests put others in the place of
+
+    def _tools(self, sandbox: Sandbox) -> tuple[Toolchain, Linker]:
+        return CuteToolchain(), CudaLinker(sandbox)
+
+    def _leased(self) -> Lease:
+        return any_free()
+
+    def _judge_cell(self, sandbox: Sandbox) -> CudaCell:
+        arena_bytes = self._settings.gate.arena_mib << 20
+        return CudaCell(sandbox, arena_bytes, runtime_library(), self._lease.gpu.nodes)
+
+    @property
+    def throughput(self) -> Throughput:
+        """Candidates and the GPU's use so far."""
+        seconds = time.monotonic() - self._started_s
+        return Throughput(self._judged, seconds, self._cell.usage.waited_s)
+
+    def close(self) -> None:
+        """See `Evaluator.close`."""
+        super().close()
+        self._spares.close()
+        self._checks.shutdown(cancel_futures=True)
+        for pools in self._pools.values():
+            pools.close()
+        self._closing.close()
+
+    def sanitize(self, candidate: Candidate) -> Sanitized | Failed:
+        """Run compute-sanitizer's memcheck, racecheck and synccheck over some gate cases of a finalist."""
+        tool = _compute_sanitizer()
+        if tool is None:
+            return Sanitized(absent="compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+        builds = self._start_builds(candidate)
+
+        def work() -> Sanitized:
+            artifacts = collected(builds)
+            return Sanitized({name: self._complaint(tool, name, artifacts) for name in SANITIZERS})
+
+        found = self._ask(work)
+        return Sanitized(absent=found.reason) if isinstance(found, Retry) else found
+
+    def _complaint(self, tool: Path, name: str, artifacts: Artifacts) -> str:
+        """What a tool has to say of a few gate cases; "" when nothing. Raises _Stop, SandboxError."""
+        loadables = self._loadables(artifacts)
+        built = [artifacts[spec] for spec in self._specs]
+        with self._cell.sandbox.scratch() as scratch:
+            checker = Checker(
+                (str(tool), "--tool", name, "--log-file", "report.txt"),
+                scratch,
+                None,  # the tool talks with its target over sockets, which the filter forbids; the walls stay
+                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            )
+            process = CudaProcess(replace(self._cell, usage=Usage(), checker=checker))
+            with closing(process):
+                process.open()
+                limits = replace(self._limits, call_timeout_s=_SANITIZER_S)
+                signatures = [self._signature(spec) for spec in self._specs]
+                session = Session(lambda: self._loaded(process, loadables, built), signatures, limits)
+                try:
+                    self._some_calls(session)
+                except Fault as fault:
+                    return f"{fault.failure}: {fault.detail}"
+                process.finish(_SANITIZER_S)
+            report = read_output(scratch / "report.txt", 1 << 20)
+        return complaint((report or b"").decode(errors="replace"))
+
+    def _some_calls(self, session: Session[CudaProcess]) -> None:
+        """The first gate cases of each object that have work, one of every rung."""
+        rng = np.random.default_rng(secrets.randbits(128))
+        for index, spec in enumerate(self._specs):
+            seen: set[str] = set()
+            for entry in self._operator.gate_cases(spec, "screen"):
+                if entry.rung not in seen:
+                    seen.add(entry.rung)
+                    session.call(index, self._gate.cases.fresh(entry.workload, rng))
+
+    def _signature(self, spec: Specialization) -> Sequence[DeviceParameter]:
+        return self._operator.device_signature(spec)
+
+    def _start_process(self, loadables: Sequence[Loadable], artifacts: Sequence[Artifact]) -> CudaProcess:
+        return self._loaded(self._spares.take(), loadables, artifacts)
+
+    def _loaded(
+        self, process: CudaProcess, loadables: Sequence[Loadable], artifacts: Sequence[Artifact]
+    ) -> CudaProcess:
+        """The process with a candidate in it. Raises Fault."""
+        signatures = [self._signature(spec) for spec in self._specs]
+        workspaces = [self._workspace_of.get(artifact.digest, _no_workspace) for artifact in artifacts]
+        try:
+            process.load(loadables, signatures, workspaces)
+        except Fault:
+            process.close()
+            raise
+        return process
+
+    def _start(self, knobs: Mapping[Specialization, Any], source: str) -> Builds:
+        """As the base does; remembers how much workspace each object needs, which the template knows."""
+        template = self.problem.template
+        needs = getattr(template, "workspace_bytes", None)
+        if needs is not None:
+            for spec, chosen in knobs.items():
+                name = self._builder.name(template.unit(source, chosen, spec))
+                self._workspace_of[name] = partial(needs, chosen, spec)
+        return super()._start(knobs, source)
+
+    def _evaluate(self, candidate: Candidate, builds: Builds) -> Evaluation:
+        """As the base does; "gpu" is how long judge processes were at work for this candidate."""
+        self._lease.renew()
+        before_s = self._cell.usage.waited_s
+        evaluation = super()._evaluate(candidate, builds)
+        self._judged += 1
+        seconds = {**evaluation.seconds, "gpu": self._cell.usage.waited_s - before_s}
+        return replace(evaluation, seconds=seconds)
+
+    def _timed(
+        self, session: Session[CudaProcess], baseline: Session[CudaProcess], gate: Gate
+    ) -> Timed | Failed:
+        timer = self._timer(baseline, gate)
+        self._ask_canary(timer, baseline)
+        return timer.time(session, baseline)
+
+    def _timer(self, baseline: Session[CudaProcess], gate: Gate) -> CudaTimer:
+        if self._copy_bytes_per_us is None:
+            with blaming_baseline():
+                self._copy_bytes_per_us = baseline.runner.copy_bytes_per_us()
+        facts = self._spares.facts
+        assert facts is not None  # the baseline's process was one of them
+        return CudaTimer(
+            self._operator,
+            gate.cases,
+            self._pools_of(gate),
+            self.problem.targets,
+            self._settings.timing,
+            self._checks,
+            self._spares.quiet,
+            facts.l2_bytes,
+            self._copy_bytes_per_us,
+        )
+
+    def _ask_canary(self, timer: CudaTimer, baseline: Session[CudaProcess]) -> None:
+        """After a fault the baseline must be as fast as ever. Raises BaselineFault, DeviceLost.
+
+        A BaselineFault makes the base class replace the baseline's process and ask again, once.
+        """
+        faults = self._cell.usage.faults
+        if self._canary_us is not None and faults == self._faults_seen:
+            return
+        found_us = timer.canary_us(baseline)
+        if self._canary_us is None:
+            self._canary_us = found_us
+        elif abs(found_us - self._canary_us) > CANARY_BAND * self._canary_us:
+            said = f"the default kernel takes {found_us:.1f} us where it took {self._canary_us:.1f} us"
+            if self._doubted:
+                raise DeviceLost(f"the GPU is not what it was: {said}, in a fresh process too")
+            self._doubted = True
+            raise BaselineFault(said)
+        self._doubted, self._faults_seen = False, faults
+
+    def _pools_of(self, gate: Gate) -> Pools:
+        """Confirmations have pools of their own, which never chose a candidate, solved when first wanted."""
+        found = self._pools.get(id(gate))
+        if found is None:
+            processes = max(1, (os.cpu_count() or 2) // 2)
+            found = self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, processes)
+        return found
+
+    def _naive_us(self, gate: Gate) -> dict[str, float]:
+        """The numpy form's time on a pool, times the copies of it: on all heads it would take minutes."""
+        rng = np.random.default_rng(secrets.randbits(128))
+        found = {}
+        for workload in self.problem.workloads:
+            pools = self._pools_of(gate)
+            copies = pools.spread(workload, rng).copies
+            found[workload.name] = copies * self._operator.naive_time_us(pools.pool(workload))
+        return found
+
+
+def complaint(report: str) -> str:
+    """The first line of compute-sanitizer's report that speaks of an error; "" when it counted none."""
+    lines = [line.removeprefix("=========").strip() for line in report.splitlines()]
+    summary = next((line for line in lines if "SUMMARY:" in line), None)
+    if summary is None:
+        return "ended without a summary"
+    if re.search(r"SUMMARY: 0 (errors|hazards)", summary):
+        return ""
+    told = [
+        line for line in lines if line and not line.startswith(("COMPUTE-SANITIZER", "Target application"))
+    ]
+    return next(iter(told), summary)
+
+
+def _compute_sanitizer() -> Path | None:
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    return Path(found) if found else None
+
+
+def _no_workspace(sizes: Mapping[str, int]) -> int:
+    return 0

@@ -1,0 +1,468 @@
+"""The parent's side of a judge process on a GPU, and the spare ones that stand ready.
+
+A process serves one candidate and is thrown away: CUDA cannot be forked, and after a fault nothing in a
+context can be trusted. Importing torch and making a context take 2 to 3 s, so a few processes are started
+ahead, up to the point where no candidate's byte is in them. Making a context disturbs what is being timed on
+the same GPU; `Spares.quiet` holds that step back.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evotune.errors import DeviceError, SandboxError
+from evotune.fitness import _cuda_child as child
+from evotune.fitness import _runner_child
+from evotune.fitness.arena import NULL, Buffer, Placement, dtype_of, lay_out
+from evotune.fitness.cell import Cell, Limits, default_filter
+from evotune.fitness.operator import Array, DeviceParameter, Spread
+from evotune.fitness.outcome import Failure
+from evotune.fitness.runner import Call, Fault, Loadable, Worker
+from evotune.fitness.sandbox import Child, Sandbox, python_paths
+
+_SCRIPT = Path(child.__file__).resolve()
+_WIRE = Path(_runner_child.__file__).resolve()
+_START_S = 120.0
+_OPEN_S = 60.0
+_LOAD_S = 30.0
+_SETUP_S = 60.0
+_PACKAGES = ("torch", "tvm_ffi", "numpy", "typing_extensions")
+# Words of CUDA's messages that speak of the device, not of the kernel.
+_TROUBLE = ("uncorrectable", "ecc error", "nvlink", "devices unavailable", "out of memory", "no device")
+_CAPTURE = ("capture", "capturing")
+
+Workspace = Callable[[Mapping[str, int]], int]
+"""Bytes of workspace an object needs, from the sizes of a call by name."""
+
+
+@dataclass
+class Usage:
+    """What the GPU was used for: `waited_s` is time in which the parent waited for judge processes."""
+
+    waited_s: float = 0.0
+    started: int = 0
+    faults: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a process says of its GPU."""
+
+    device: str
+    l2_bytes: int
+
+
+@dataclass(frozen=True)
+class Checker:
+    """A tool that a judge process runs under, such as compute-sanitizer, and what that needs of the cell."""
+
+    command: tuple[str, ...]
+    scratch: Path | None
+    filter: bytes | None
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CudaCell:
+    """How judge processes are started: walls, script, device nodes, site directories, runtime library."""
+
+    sandbox: Sandbox
+    arena_bytes: int
+    runtime: Path
+    devices: tuple[Path, ...]
+    script: Path = _SCRIPT
+    usage: Usage = field(default_factory=Usage)
+    checker: "Checker | None" = None
+    packages: tuple[str, ...] = _PACKAGES
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Directories that torch, tvm_ffi and what they import are found in."""
+        found = []
+        for name in self.packages:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                raise DeviceError(
+                    f"{name} is not installed: pip install 'evotune[cuda]' and torch for your GPU"
+                )
+            origin = Path(spec.origin).resolve()
+            found.append(origin.parent.parent if origin.name == "__init__.py" else origin.parent)
+        return tuple(dict.fromkeys(found))
+
+    def launch(self, spec: Mapping[str, Any], fds: tuple[int, ...]) -> Child:
+        """Start the script. Raises SandboxError, OSError."""
+        paths = [str(path) for path in self.paths]
+        spec = {**spec, "paths": paths, "runtime": str(self.runtime)}
+        checker = self.checker or Checker((), None, default_filter(), {})
+        command = [*checker.command, sys.executable, "-I", "-S", str(self.script), json.dumps(spec)]
+        shown = [*python_paths(), _SCRIPT, _WIRE, self.script, self.runtime.parent, *self.paths]
+        if self.devices:
+            shown.append(Path("/sys"))  # without it cuInit finds no GPU
+        libraries = os.environ.get("LD_LIBRARY_PATH")
+        environment = {
+            "HOME": "/tmp",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_CACHE_DISABLE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **({"LD_LIBRARY_PATH": libraries} if libraries else {}),
+            **checker.environment,
+        }
+        cell = Cell(
+            scratch=checker.scratch,
+            read_only=tuple(dict.fromkeys(path for path in shown if not path.is_relative_to("/usr"))),
+            devices=self.devices,
+            environment=environment,
+            pass_fds=fds,
+            filter=checker.filter,
+            limits=_limits(),
+        )
+        return self.sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _limits() -> Limits:
+    """CUDA maps far more addresses than it uses, and starts threads of its own."""
+    return Limits(cpu_s=24 * 3600, memory_bytes=None, processes=512, files=1024, file_bytes=1 << 30)
+
+
+class CudaProcess(Worker):
+    """One judge process, without a candidate until `load`. See `gate.Judged` for what the gate asks of it."""
+
+    def __init__(self, cell: CudaCell) -> None:
+        """Raises SandboxError when the process does not come up. It dies with the thread that makes it."""
+        super().__init__(cell.arena_bytes)
+        self._usage = cell.usage
+        self._call = child.CALL if cell.checker is None else child.APART
+        self._signatures: list[Sequence[DeviceParameter]] = []
+        self._workspaces: list[Workspace] = []
+        self._usage.started += 1
+        try:
+            self._process = self._start(cell)
+            for number in (0, 1):
+                self._reply(number, _START_S)
+        except Fault as fault:
+            self.close()
+            raise SandboxError(f"the judge process for the GPU did not start: {fault.detail}") from fault
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, cell: CudaCell) -> Child:
+        self._replies, reply_end = os.pipe()
+        request_end, self._requests = os.pipe()
+        spec = {
+            "arena": self.arena.fd,
+            "arena_bytes": self.arena.size,
+            "requests": request_end,
+            "replies": reply_end,
+        }
+        try:
+            return cell.launch(spec, (self.arena.fd, request_end, reply_end))
+        finally:
+            os.close(request_end)
+            os.close(reply_end)
+
+    def open(self) -> Facts:
+        """Make the context. Raises SandboxError: nothing of a candidate is there to blame."""
+        try:
+            said = self.ask(child.OPEN, {}, _OPEN_S)
+            return Facts(str(said["device"]), int(said["l2_bytes"]))
+        except (Fault, KeyError, TypeError, ValueError) as error:
+            self.close()
+            raise SandboxError(f"no CUDA context in the sandbox: {error}") from error
+
+    def load(
+        self,
+        objects: Sequence[Loadable],
+        signatures: Sequence[Sequence[DeviceParameter]],
+        workspaces: Sequence[Workspace],
+    ) -> None:
+        """Load a candidate's objects; from here on the process is its own. Raises Fault."""
+        at, places = 0, []
+        for item in objects:
+            data = np.frombuffer(item.path.read_bytes(), np.uint8)
+            places.append([at, data.size, item.entry])
+            at = self.arena.write(at, data)
+        self._signatures, self._workspaces = list(signatures), list(workspaces)
+        try:
+            self.ask(child.LOAD, {"objects": places, "folder": "/tmp"}, _LOAD_S)
+        except Fault as fault:
+            if fault.failure is not Failure.FAULT:
+                raise
+            raise Fault(Failure.REFUSED, f"an object cannot be loaded: {fault.detail}") from fault
+
+    # What the gate asks for
+
+    def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int:
+        names = [p.name for p in self._signatures[index] if p.role == "size"]
+        return self._workspaces[index](dict(zip(names, sizes, strict=True)))
+
+    def call(self, index: int, placement: Placement, timeout_s: float) -> Call:
+        """Call object `index` on a placed case. Raises Fault."""
+        job = {
+            "object": index,
+            "begin": placement.begin,
+            "end": placement.end,
+            "arguments": arguments(self._signatures[index], placement),
+        }
+        start = time.perf_counter_ns()
+        inside_ns = self._number(self.ask(self._call, job, timeout_s), "ns")
+        outside_ns = time.perf_counter_ns() - start
+        return Call(int(inside_ns), outside_ns)
+
+    def fence(self, placement: Placement) -> None:
+        """Nothing to take away: GPU memory has no rights by the page. Guards hold NaNs; see `sanitize`."""
+
+    def unfence(self, placement: Placement) -> None:
+        """See `fence`."""
+
+    # What the timer asks for
+
+    def prepare(self, number: int, index: int, spread: Spread, workspace_bytes: int) -> Placement:
+        """Lay out a large problem in GPU memory of its own as set `number`. Raises Fault, StudyError."""
+        placement = lay_out(self._signatures[index], spread, workspace_bytes=workspace_bytes, flush="start")
+        guards = self.arena.guard_bytes(placement)
+        at = self.arena.write(0, guards)
+        builds = []
+        for buffer in placement.buffers:
+            if buffer.role == "input" and buffer.size:
+                build, at = self._build(buffer, spread, at)
+                builds.append(build)
+        job = {
+            "set": number,
+            "object": index,
+            "bytes": placement.end,
+            "guards": 0,
+            "guard_bytes": guards.size,
+            "gaps": placement.gaps,
+            "builds": builds,
+            "inputs": [(b.name, b.start, b.size) for b in placement.buffers if b.role == "input"],
+            "poisoned": [(b.start, b.size) for b in placement.buffers if b.role != "input"],
+            "outputs": {b.name: (b.start, b.shape, b.ctype) for b in placement.buffers if b.role == "output"},
+            "arguments": arguments(self._signatures[index], placement),
+        }
+        self.ask(child.PREPARE, job, _SETUP_S)
+        return placement
+
+    def _build(self, buffer: Buffer, spread: Spread, at: int) -> tuple[dict[str, Any], int]:
+        """One input's source and tables in the arena, and how to gather from them; where the next may lie."""
+        source, gather = spread.sources[buffer.name], spread.gathers.get(buffer.name)
+        assert source is not None  # it has a buffer
+        build = {"start": buffer.start, "dtype": buffer.ctype, "source": at, "index": None, "factor": None}
+        at = self.arena.write(at, np.ascontiguousarray(source, dtype=dtype_of(buffer.ctype)))
+        if gather is None:
+            return {**build, "rows": source.shape, "target": source.shape}, at
+        rows = int(np.prod(source.shape[: gather.lead], dtype=np.int64))
+        build |= {"rows": (rows, source.size // max(rows, 1)), "target": (rows, len(gather.index))}
+        build["index"] = at
+        at = self.arena.write(at, gather.index)
+        if gather.factor is not None:
+            build["factor"] = at
+            at = self.arena.write(at, gather.factor)
+        return build, at
+
+    def arm(self, number: int, timeout_s: float) -> Mapping[str, float]:
+        """Warm up and capture: "kernels" in the graph, "us" of a replay. Raises Fault."""
+        try:
+            said = self.ask(child.ARM, {"set": number}, timeout_s)
+        except Fault as fault:
+            if fault.failure is Failure.FAULT and any(word in fault.detail.lower() for word in _CAPTURE):
+                detail = f"does not launch on the stream it was given: {fault.detail}"
+                raise Fault(Failure.FORGED, detail) from fault
+            raise
+        return {name: self._number(said, name) for name in ("kernels", "us", "issue_us")}
+
+    def sample(self, number: int, order: Sequence[str], timeout_s: float) -> tuple[float, float, float]:
+        """One timed pair: us of the graph, of the plain call, and as the parent waited. Raises Fault."""
+        start = time.perf_counter_ns()
+        said = self.ask(child.SAMPLE, {"set": number, "order": list(order)}, timeout_s)
+        waited_us = (time.perf_counter_ns() - start) / 1e3
+        graph_us, plain_us = self._number(said, "graph"), self._number(said, "plain")
+        if min(graph_us, plain_us) < 0 or graph_us + plain_us > waited_us:
+            self.close()
+            detail = f"reported {graph_us:.1f} and {plain_us:.1f} us within {waited_us:.1f} us"
+            raise Fault(Failure.FORGED, detail)
+        return graph_us, plain_us, waited_us
+
+    def breach(self, number: int, placement: Placement) -> str | None:
+        """What the calls on a set changed without a right to. Raises Fault."""
+        said = self.ask(child.CHECK, {"set": number, "at": 0}, _SETUP_S)
+        changed = said.get("changed")
+        if changed:
+            return f"input {changed[0]} was changed" if isinstance(changed, list) else "inputs were changed"
+        size = sum(end - start for start, end in placement.gaps)
+        return self.arena.strayed(placement, self.arena.read(0, size))
+
+    def fetch(
+        self, number: int, placement: Placement, places: Mapping[str, tuple[int, int, int]]
+    ) -> dict[str, Array]:
+        """Parts of a set's outputs: name → (axis, begin, end). Raises Fault."""
+        found, shapes = {}, {buffer.name: buffer for buffer in placement.buffers}
+        for name, (axis, begin, end) in places.items():
+            buffer = shapes[name]
+            job = {"set": number, "name": name, "axis": axis, "begin": begin, "end": end, "at": 0}
+            self.ask(child.FETCH, job, _SETUP_S)
+            shape = (*buffer.shape[:axis], end - begin, *buffer.shape[axis + 1 :])
+            dtype = dtype_of(buffer.ctype)
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            found[name] = self.arena.read(0, size).view(dtype).reshape(shape)
+        return found
+
+    def release(self) -> None:
+        """Free all sets. Raises Fault."""
+        self.ask(child.RELEASE, {}, _SETUP_S)
+
+    def host_cost_us(self, index: int, placement: Placement, repeat: int) -> tuple[float, float]:
+        """(wall, processor time) of one call among many on a placed case. Raises Fault."""
+        job = {
+            "object": index,
+            "begin": placement.begin,
+            "end": placement.end,
+            "arguments": arguments(self._signatures[index], placement),
+            "repeat": repeat,
+            "rounds": 5,
+        }
+        said = self.ask(child.HOST, job, _SETUP_S)
+        return self._number(said, "wall_ns") / 1e3, self._number(said, "cpu_ns") / 1e3
+
+    def copy_bytes_per_us(self) -> float:
+        """Bandwidth of a copy within the GPU, reads and writes counted. Raises Fault."""
+        return self._number(self.ask(child.COPY, {"bytes": 1 << 30, "rounds": 5}, _SETUP_S), "bytes_per_us")
+
+    def finish(self, timeout_s: float) -> None:
+        """Let the process end by itself, so that a tool it runs under can say its last word."""
+        os.close(self._requests)
+        self._requests = -1
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired, SandboxError):
+                self._process.wait(timeout_s)
+
+    # Frames
+
+    def ask(self, operation: int, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request, wait for its report. Raises Fault; SandboxError for trouble of the device."""
+        data = json.dumps(job).encode()
+        start = time.perf_counter()
+        try:
+            size = self._ask(operation, 0, data + b" " * (-len(data) % 8), timeout_s)
+        finally:
+            if self._signatures:  # a candidate's; what is done ahead for spares runs beside it
+                self._usage.waited_s += time.perf_counter() - start
+                self._usage.faults += not self.alive
+        return self._report(size)
+
+    def _report(self, size: int) -> dict[str, Any]:
+        """What lies behind a reply's value. Raises Fault when it is no report."""
+        begin = self.arena.size - child.REPORT_BYTES
+        try:
+            if not 0 <= size <= child.REPORT_BYTES:
+                raise ValueError(f"a report of {size} bytes")
+            found = json.loads(self.arena.read(begin, size).tobytes())
+            if not isinstance(found, dict):
+                raise ValueError("a report that is no table")
+        except ValueError as error:
+            self.close()
+            raise Fault(Failure.FORGED, f"answered with {error}") from error
+        return found
+
+    def _number(self, said: Mapping[str, Any], name: str) -> float:
+        value = said.get(name)
+        if not isinstance(value, int | float) or not np.isfinite(value):
+            self.close()
+            raise Fault(Failure.FORGED, f"answered with {name} = {value!r}")
+        return float(value)
+
+    def _refusal(self, status: int, value: int) -> Fault:
+        if status != child.RAISED:
+            return super()._refusal(status, value)
+        error = str(self._report(value).get("error", "no message"))
+        brief = " ".join(error.split())[:300]
+        if any(word in error.lower() for word in _TROUBLE):
+            self.close()
+            raise SandboxError(f"the GPU is in trouble: {brief}")
+        return Fault(Failure.FAULT, brief)
+
+
+def arguments(signature: Sequence[DeviceParameter], placement: Placement) -> list[list[Any]]:
+    """A call's arguments as the judge process makes tensors of them; see `_cuda_child.Server.tensors`."""
+    buffers = {buffer.name: buffer for buffer in placement.buffers}
+    sizes = {
+        p.name: int.from_bytes(word, "little", signed=True)
+        for p, word in zip(signature, placement.words, strict=True)
+        if p.role == "size"
+    }
+    found: list[list[Any]] = []
+    for parameter, word in zip(signature, placement.words, strict=True):
+        buffer = buffers.get(parameter.name)
+        if parameter.role == "size":
+            found.append(["v", sizes[parameter.name]])
+        elif parameter.role == "scalar":
+            found.append(["v", float(np.frombuffer(word, np.float64)[0])])
+        elif buffer is not None:
+            found.append(["t", buffer.start, list(buffer.shape), buffer.ctype])
+        elif parameter.absent is not None:
+            assert int.from_bytes(word, "little") == NULL
+            found.append(["e", [sizes.get(str(e), e) for e in parameter.absent], parameter.ctype])
+        else:
+            found.append(["v", None])
+    return found
+
+
+class Spares:
+    """A few judge processes ahead of their use. `take` gives one with a context and nothing else."""
+
+    def __init__(self, make: Callable[[], CudaProcess], count: int) -> None:
+        self._make = make
+        self._open = threading.Lock()
+        # A sandboxed process dies with the thread that started it: these live as long as the pool.
+        self._starters = ThreadPoolExecutor(count, thread_name_prefix="judge-spare")
+        self._ready: deque[Future[CudaProcess]] = deque()
+        self.facts: Facts | None = None
+        for _ in range(count):
+            self._start()
+
+    def take(self) -> CudaProcess:
+        """A fresh process; its successor starts at once. Raises SandboxError, OSError."""
+        while True:
+            future = self._ready.popleft()
+            self._start()
+            process = future.result()
+            if process.alive:
+                return process
+            process.close()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No context is made inside: for timing on the same GPU."""
+        with self._open:
+            yield
+
+    def close(self) -> None:
+        """End those that were not taken."""
+        self._starters.shutdown(cancel_futures=True)
+        while self._ready:
+            future = self._ready.popleft()
+            if not future.cancelled():
+                with suppress(SandboxError, OSError):
+                    future.result().close()
+
+    def _start(self) -> None:
+        self._ready.append(self._starters.submit(self._started))
+
+    def _started(self) -> CudaProcess:
+        process = self._make()
+        with self._open:
+            self.facts = process.open()
+        return process

@@ -1,0 +1,224 @@
+"""The GPU's judge with the processor in the GPU's place: whole evaluations, one process per candidate."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evotune.errors import DeviceLost
+from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
+from evotune.fitness.cuda_runner import CudaCell
+from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.gate import GateLimits, GateReport
+from evotune.fitness.host_toolchain import HostToolchain
+from evotune.fitness.judge import Confirmation, Problem
+from evotune.fitness.lease import Gpu, Lease
+from evotune.fitness.link import Linker
+from evotune.fitness.objectives import OBJECTIVES
+from evotune.fitness.outcome import Failed, Failure, Passed, Stage
+from evotune.fitness.sandbox import Sandbox
+from evotune.fitness.timing import TimingPlan
+from evotune.fitness.toolchain import Toolchain
+from evotune.reference_kda.operator import KdaOperator
+from evotune.reference_kda.workload import Workload
+from evotune.search_space.branch import Branch, Candidate
+from evotune.search_space.template import Specialization
+from evotune.search_space.templates.kda_host import TEMPLATE, KdaHost
+from tests.fitness import fake_gpu
+
+WORKLOADS = (
+    Workload("four heads", "few", lengths=(48, 1, 0, 33), heads=4, value_heads=4, K=64, V=64),
+    Workload(
+        "grouped",
+        "few",
+        lengths=(40,),
+        heads=2,
+        value_heads=4,
+        K=64,
+        V=64,
+        initial_state=True,
+        final_state=False,
+    ),
+)
+# Host calls of 10 us: a tenth of a millisecond of slack says nothing about a shared processor.
+PLAN = TimingPlan(samples=4, shortest_timeout_s=1.0, clock_slack_us=50_000.0, empty_calls=8)
+SETTINGS = CudaSettings(gate=GateLimits(call_timeout_s=1.0, arena_mib=64), timing=PLAN, spares=2)
+
+
+class WorkspaceTemplate(KdaHost):
+    """A host template that says, as a GPU's does, what workspace its objects need."""
+
+    def workspace_bytes(self, knobs: Any, spec: Specialization, sizes: Mapping[str, int]) -> int:
+        return (1 << 16) + 4096 * sizes["T"]
+
+
+class FakeEvaluator(CudaEvaluator):
+    folder: Path
+
+    def _tools(self, sandbox: Sandbox) -> tuple[Toolchain, Linker]:
+        toolchain = HostToolchain(sandbox)
+        return toolchain, Linker(toolchain, sandbox)
+
+    def _leased(self) -> Lease:
+        return Lease(Gpu("processor", "none", 0), self.folder)
+
+    def _judge_cell(self, sandbox: Sandbox) -> CudaCell:
+        script = Path(fake_gpu.__file__).resolve()
+        packages = ("torch", "numpy", "typing_extensions")
+        arena_bytes = self._settings.gate.arena_mib << 20
+        return CudaCell(sandbox, arena_bytes, script, (), script, packages=packages)
+
+
+@pytest.fixture(scope="module")
+def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeEvaluator]:
+    FakeEvaluator.folder = tmp_path_factory.mktemp("lease")
+    problem = Problem(WorkspaceTemplate(), KdaOperator(), WORKLOADS)
+    cache = tmp_path_factory.mktemp("cache")
+    found = FakeEvaluator(problem, list(OBJECTIVES.values()), settings=SETTINGS, cache=cache)
+    # A shared processor's clock: graph and plain call are the same call here.
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def wide_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evotune.fitness.cuda_timing.Bands.hold", lambda self, graph, plain: True)
+    monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", 100.0)
+
+
+def candidate(*edits: tuple[str, str]) -> Candidate:
+    source = TEMPLATE.source
+    for old, new in edits:
+        assert old in source
+        source = source.replace(old, new)
+    spec = Specialization("kda", "float32", (("K", 64), ("V", 64), ("contract", "plain")))
+    return Candidate(Branch("b01", source, "b00", "rules", "changed"), TEMPLATE.default(spec))
+
+
+def failed(evaluation: Evaluation) -> Failed:
+    assert isinstance(evaluation.outcome, Failed), evaluation.outcome
+    return evaluation.outcome
+
+
+def test_a_good_candidate_passes_gate_and_timing(evaluator: FakeEvaluator) -> None:
+    evaluation = evaluator.submit(candidate()).result()
+    outcome = evaluation.outcome
+    assert isinstance(outcome, Passed), outcome
+    assert [m.workload for m in outcome.measurements] == ["four heads", "grouped"]
+    assert all(len(m.samples_us) == len(m.baseline_samples_us) == 4 for m in outcome.measurements)
+    assert 0 < outcome.worst_error <= 1
+    assert outcome.host_call_us > 0
+    assert set(evaluation.seconds) == {"build", "gate", "time", "gpu"}
+    assert evaluator.throughput.candidates >= 1
+    assert 0 < evaluator.throughput.busy <= 1
+
+
+EARLY = {Stage.SMOKE, Stage.EDGES, Stage.REGIMES}
+MARK = "float scale, float lower_bound) {\n    float *room"
+
+
+@pytest.mark.parametrize(
+    ("statement", "failure", "stages"),
+    [
+        ("scale *= 1.01f;", Failure.WRONG, EARLY),
+        ('for (;;) __asm__ volatile("");', Failure.TIMEOUT, {Stage.SMOKE}),
+        ("*(volatile int *)8 = 1;", Failure.FAULT, {Stage.SMOKE}),
+        (
+            "if (T) ((io_t *)q)[0] = 0;",
+            Failure.WRONG,
+            {Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.INTEGRITY},
+        ),
+        ("if (T) o[T * HV * V] = 0;", Failure.WRONG, {Stage.INTEGRITY}),
+    ],
+    ids=["wrong scale", "hang", "fault", "changes an input", "writes past the end"],
+)
+def test_planted_bugs_are_caught(
+    evaluator: FakeEvaluator, statement: str, failure: Failure, stages: set[Stage]
+) -> None:
+    bad = candidate((MARK, MARK.replace("{\n", "{\n    " + statement + "\n", 1)))
+    found = failed(evaluator.submit(bad).result())
+    assert (found.failure, found.stage in stages) == (failure, True), found
+    assert isinstance(
+        evaluator.submit(candidate()).result().outcome, Passed
+    )  # the next has a process of its own
+
+
+def test_only_large_problems_are_wrong(evaluator: FakeEvaluator) -> None:
+    """What the gate's small cases do not show is seen in the timed calls' own outputs."""
+    bad = candidate((MARK, MARK.replace("{\n", "{\n    if (T == 82 && HV == 4) scale *= 1.5f;\n", 1)))
+    found = failed(evaluator.submit(bad).result())
+    assert (found.failure, found.stage, found.case) == (Failure.WRONG, Stage.TIME, "four heads")
+
+
+def test_verify_explain_and_confirm(evaluator: FakeEvaluator) -> None:
+    report = evaluator.explain(candidate(), "screen")
+    assert isinstance(report, GateReport)
+    assert report.failed is None
+    confirmed = evaluator.confirm(candidate(), blocks=1)
+    assert isinstance(confirmed, Confirmation), confirmed
+    assert set(confirmed.naive_us[0]) == {"four heads", "grouped"}
+    verified = evaluator.verify(confirmed.artifacts, "screen")
+    assert isinstance(verified, GateReport)
+    assert verified.failed is None
+
+
+def test_a_device_that_slows_down_is_lost(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
+    monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", -1.0)
+    evaluator._cell.usage.faults += 1
+    with pytest.raises(DeviceLost, match="not what it was"):
+        evaluator.submit(candidate()).result()
+    monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", 100.0)
+    evaluator._doubted = False
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
+
+
+def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evotune.fitness.cuda._compute_sanitizer", lambda: None)
+    found = evaluator.sanitize(candidate())
+    assert not isinstance(found, Failed)
+    assert not found.clean
+    assert "not installed" in found.absent
+
+
+def test_buffers_apart_give_the_same_answers(evaluator: FakeEvaluator, tmp_path: Path) -> None:
+    """The judge under a memory checker, played by a command that writes a clean report and runs the rest."""
+    tool = tmp_path / "checker"
+    tool.write_text('#!/bin/sh\nshift 4\necho "========= ERROR SUMMARY: 0 errors" > report.txt\nexec "$@"\n')
+    tool.chmod(0o755)
+    tmp_path.chmod(0o755)
+    shown = evaluator._cell
+    evaluator._cell = replace(shown, sandbox=_Showing(shown.sandbox, tool))  # type: ignore[arg-type]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("evotune.fitness.cuda._compute_sanitizer", lambda: tool)
+            found = evaluator.sanitize(candidate())
+    finally:
+        evaluator._cell = shown
+    assert not isinstance(found, Failed)
+    assert found.clean, found
+
+
+class _Showing:
+    """A sandbox that also shows one file."""
+
+    def __init__(self, sandbox: Sandbox, path: Path) -> None:
+        self._sandbox, self._path = sandbox, path
+        self.scratch = sandbox.scratch
+
+    def popen(self, command: Any, cell: Any, **streams: Any) -> Any:
+        return self._sandbox.popen(command, replace(cell, read_only=(*cell.read_only, self._path)), **streams)
+
+
+def test_what_a_sanitizer_says() -> None:
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    race = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    bad = (
+        "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n"
+        "=========     at kernel\n========= ERROR SUMMARY: 1 error\n"
+    )
+    assert complaint(clean) == complaint(race) == ""
+    assert complaint(bad) == "Invalid __global__ write of size 4 bytes"
+    assert complaint("") == "ended without a summary"
