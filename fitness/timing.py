@@ -1,13 +1,13 @@
 """Host timing: candidate and baseline interleaved in one block, on inputs that neither has seen.
 
-Per workload, `TimingPlan.samples` pairs of timed calls run with builds paused, half of them candidate first, in
-random order; their number is fixed beforehand. Each of a candidate's timed calls is the last thing a process of
-its own does: a new runner warms up on a small problem of the gate, only then the inputs of the timed one are
-written into its memory, and as soon as it has answered they are looked at, its outputs are copied and the
-process is ended. So there is nothing to work ahead on, nothing to put off to a call that is not timed, nothing
-that survives to the next problem (which is a symmetric image of this one, see `Case.fresh`), and nothing of the
-candidate alive while the baseline runs. Kernels that did each of these were 7 to 24 times as fast as their
-honest twins when one process served all calls (`evotune.fitness.redteam.cheats`); a process costs 50 ms.
+Per workload, `TimingPlan.samples` pairs of timed calls run with builds paused, half of them candidate first,
+in random order; their number is fixed beforehand. Each of a candidate's timed calls is the last thing a
+process of its own does: a new runner warms up on a small problem of the gate, only then the inputs of the
+timed one are written into its memory, and once it has answered they are looked at, its outputs are copied and
+the process is ended. So there is nothing to work ahead on, nothing to put off to a call that is not timed,
+nothing that survives to the next problem (a symmetric image of this one, see `Case.fresh`), and nothing of
+the candidate alive while the baseline runs. Kernels that did each of these were 7 to 24 times as fast as
+their honest twins when one process served all calls (`evotune.fitness.redteam.cheats`).
 The outputs of every timed call are compared with the truth: what was timed is what was right.
 
 A runner's clock is its own. The parent waits for every answer, so no time can be longer than it waited
