@@ -27,6 +27,8 @@ NULL = (1 << 64) - 1
 
 _PAGE = 4096
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
+_STACK_BYTES, _STACK_SLACK = 256 << 10, 512
+_STACK_POINTER = {"x86_64": 160, "aarch64": 432}  # in glibc's ucontext_t
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -71,6 +73,23 @@ class _Object:
         return values
 
 
+class _Stack:
+    """What lies below the stack pointer: bytes of earlier calls, or zeros, unless somebody writes there."""
+
+    def __init__(self) -> None:
+        self.getcontext = ctypes.CDLL(None).getcontext
+        self.context = ctypes.create_string_buffer(8192)
+        self.at = _STACK_POINTER.get(os.uname().machine)
+
+    def poison(self) -> None:
+        """Fill it with NaN, so that no kernel is right by what it finds there. memset's frame is as deep."""
+        if self.at is None:
+            return
+        self.getcontext(self.context)
+        pointer = struct.unpack_from("<Q", self.context, self.at)[0]
+        ctypes.memset(pointer - _STACK_BYTES, 0xFF, _STACK_BYTES - _STACK_SLACK)
+
+
 class _Server:
     """Answers requests about the loaded objects."""
 
@@ -78,6 +97,7 @@ class _Server:
         self.arena = arena
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
         self.objects = objects
+        self.stack = _Stack()
         self.mprotect = ctypes.CDLL(None).mprotect
         self.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -87,6 +107,7 @@ class _Server:
         repeat = struct.unpack_from("<Q", words)[0]
         arguments = target.arguments(self.base, words[8:])
         entry = target.entry
+        self.stack.poison()
         if repeat == 1:
             start = perf_counter_ns()
             entry(*arguments)
