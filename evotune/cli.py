@@ -248,6 +248,34 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def redteam(
+    full: Annotated[
+        bool, typer.Option("--full", help="Ask every rung about every wrong kernel, for the matrix.")
+    ] = False,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Only list the known tricks and what stands for each.")
+    ] = False,
+    table: Annotated[Path | None, typer.Option("--csv", help="Write one line per kernel here.")] = None,
+    as_json: AsJson = False,
+    unsafe: Unsafe = False,
+) -> None:
+    """Try to fool the judge with wrong, cheating and honest kernels. Exit code 1 when it does not hold."""
+    from evotune import redteam as attack
+
+    if coverage:
+        print("\n".join(attack.coverage_lines()))
+        return
+    found = attack.judge(full=full, unsafe=unsafe, say=_say)
+    if table is not None:
+        attack.write_table(found, table)
+    if as_json:
+        print(json.dumps(attack.as_json(found), indent=2))
+    else:
+        print("\n".join([*(attack.matrix(found) if full else ()), *attack.lines(found)]))
+    raise typer.Exit(0 if found.held else 1)
+
+
+@app.command()
 def dashboard(
     study: StudyPath = None,
     port: Annotated[int, typer.Option(help="Port on loopback; 0 takes a free one.")] = 8080,

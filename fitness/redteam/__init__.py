@@ -1,7 +1,7 @@
 """A corpus of wrong, cheating and honest KDA kernels for the host, and what the judge makes of each.
 
-`CORPUS` holds the entries; `corpus.run` puts them through the real pipeline; `coverage` says which of the known
-ways to fool an evaluator of kernels they stand for.
+`CORPUS` holds the entries; `corpus.run` puts them through the real pipeline; `coverage` says which of the
+known ways to fool an evaluator of kernels they stand for.
 """
 
 from evotune.fitness.redteam.cheats import CHEATS

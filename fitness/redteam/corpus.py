@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from evotune.fitness.gate import GateLimits, GateReport
 from evotune.fitness.host import HostEvaluator, HostSettings, Problem
 from evotune.fitness.objectives import OBJECTIVES
 from evotune.fitness.outcome import RUNGS, Failed, Failure, Outcome, Passed, Stage
-from evotune.fitness.redteam.entry import Entry, Kind
+from evotune.fitness.redteam.entry import Base, Entry, Kind
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import TimingPlan
 from evotune.reference_kda.operator import KDA
@@ -46,7 +47,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """caught, elsewhere (caught, but not where it should), accepted, no gain, passed, rejected, unknown."""
+        """caught, elsewhere (not where it should), accepted, no gain, passed, rejected or unknown."""
         entry, outcome = self.entry, self.outcome
         if isinstance(outcome, Failed):
             if entry.kind is Kind.VARIANT:
@@ -157,7 +158,7 @@ class Bench:
         """Rows in order; builds run ahead. `full` also asks every rung about every wrong kernel."""
         twins = {key: _honest(*key) for key in {(e.base, e.dtype, e.contract) for e in entries if e.may_pass}}
         pending = [self._submit(entry) for entry in (*twins.values(), *entries)]
-        speedups: dict[tuple[str, str, str], float | None] = {}
+        speedups: dict[tuple[Base, str, str], float | None] = {}
         for key, (_, future) in zip(twins, pending, strict=False):
             speedups[key] = _speedup(future.result().outcome)
         for entry, future in pending[len(twins) :]:
@@ -172,7 +173,7 @@ class Bench:
                 evaluation.seconds,
             )
 
-    def _submit(self, entry: Entry):  # type: ignore[no-untyped-def]
+    def _submit(self, entry: Entry) -> tuple[Entry, Future[Evaluation]]:
         evaluator = self.evaluator(entry)
         return entry, evaluator.submit(entry.candidate(evaluator.problem.specializations[0]))
 
@@ -196,8 +197,8 @@ class Bench:
 _BEFORE = (Stage.BUILD, Stage.INSPECT)
 
 
-def _honest(base: str, dtype: str, contract: str) -> Entry:
-    return Entry(f"honest {base}", Kind.VARIANT, "unchanged", base=base, dtype=dtype, contract=contract)  # type: ignore[arg-type]
+def _honest(base: Base, dtype: str, contract: str) -> Entry:
+    return Entry(f"honest {base}", Kind.VARIANT, "unchanged", base=base, dtype=dtype, contract=contract)
 
 
 def _speedup(outcome: Outcome) -> float | None:

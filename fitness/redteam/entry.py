@@ -1,7 +1,7 @@
 """One kernel of the corpus: what it is, how it is made, and what has to become of it.
 
-A kernel is C source: the corpus's own (`frame.c` round `token_loop.c` or `chunk_form.c`) or the host template,
-after some small edits. An edit that no longer fits its source is an error, never skipped.
+A kernel is C source: the corpus's own (`frame.c` round `token_loop.c` or `chunk_form.c`) or the host
+template, after some small edits. An edit that no longer fits its source is an error, never skipped.
 """
 
 from collections.abc import Mapping

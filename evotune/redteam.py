@@ -1,0 +1,126 @@
+"""`python -m evotune redteam`: tries to fool the judge on this machine and reports what came of it."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from evotune.fitness.build import default_cache_directory
+from evotune.fitness.outcome import RUNGS, Failed, Stage
+from evotune.fitness.redteam import CORPUS, Kind
+from evotune.fitness.redteam.corpus import Findings, Row, run
+from evotune.fitness.redteam.coverage import DOORS, Known, coverage
+
+STAYS = {
+    Stage.SMOKE: "in milliseconds, and it names the mistake in the smallest problem that shows it",
+    Stage.EDGES: "lengths, packs and heads that the other rungs do not have",
+    Stage.REGIMES: "values at which honest-looking arithmetic fails",
+    Stage.LAWS: "relations between calls, in shapes nobody wrote down",
+    Stage.INTEGRITY: "what no comparison of values sees: inputs, guards, repetition",
+}
+"""What each rung is for, beside the kernels that it alone stops."""
+
+
+def judge(*, full: bool, unsafe: bool, say: Callable[[str], None]) -> Findings:
+    """The whole corpus; one line per entry goes to `say` as it is judged. Raises SandboxError, StudyError."""
+
+    def tell(row: Row) -> None:
+        say(f"{row.verdict:9} {row.entry.kind:8} {row.entry.name:40} {row.where}")
+
+    return run(CORPUS, default_cache_directory(), full=full, unsafe=unsafe, say=tell)
+
+
+def lines(found: Findings) -> list[str]:
+    """The three figures, what stopped what, and everything that should not have happened."""
+    wrong, honest = found.of(Kind.MUTANT, Kind.CHEAT), found.of(Kind.VARIANT)
+    stopped = ", ".join(f"{stage} {count}" for stage, count in found.catches().items() if count)
+    harmless = sum(row.verdict == "no gain" for row in wrong)
+    return [
+        f"accepted exploits   {len(found.accepted)} of {len(wrong)}"
+        f" ({len(found.of(Kind.MUTANT))} mutants, {len(found.of(Kind.CHEAT))} cheats)",
+        f"false rejections    {len(found.rejected)} of {len(honest)} honest variants"
+        f" ({found.false_rejections:.1%})",
+        f"stopped first by    {stopped}; {harmless} tricks passed and gained nothing",
+        f"time                {found.seconds:.0f} s",
+        *(_mishap(row) for row in found.rows if row.verdict not in ("caught", "passed", "no gain")),
+    ]
+
+
+def _mishap(row: Row) -> str:
+    detail = f", {row.outcome.detail}" if isinstance(row.outcome, Failed) else ""
+    paid = f", {row.paid:.1f} times as fast as its honest twin" if row.paid else ""
+    return f"{row.verdict}: {row.entry.name} ({row.where}{detail}{paid})"
+
+
+def matrix(found: Findings) -> list[str]:
+    """Wrong kernel by rung: how many cases of each rung fail when the gate goes on after a failure."""
+    rows = [row for row in found.of(Kind.MUTANT, Kind.CHEAT) if row.rungs is not None]
+    table = [f"{'':42}" + "".join(f"{stage:>10}" for stage in RUNGS)]
+    for row in rows:
+        counts = [(row.rungs or {}).get(stage, 0) for stage in RUNGS]
+        table.append(f"{row.entry.name:42}" + "".join(f"{count or '·':>10}" for count in counts))
+    alone = found.alone()
+    return [*table, "", *(_only(stage, alone[stage], found) for stage in RUNGS)]
+
+
+def _only(stage: Stage, names: Sequence[str], found: Findings) -> str:
+    seen = f"alone sees {len(names)}: {', '.join(names)}" if names else "alone sees none"
+    return f"{stage:10} {seen}; stops {found.catches()[stage]} first. It stays for: {STAYS[stage]}"
+
+
+def table(found: Findings) -> str:
+    """Everything as CSV, one entry a line."""
+    text = io.StringIO()
+    records = [record(row) for row in found.rows]
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**r, "evolve": " ".join(map(str, r["evolve"]))} for r in records)
+    return text.getvalue()
+
+
+def record(row: Row) -> dict[str, Any]:
+    outcome = row.outcome
+    failed = outcome if isinstance(outcome, Failed) else None
+    return {
+        "name": row.entry.name,
+        "kind": str(row.entry.kind),
+        "verdict": row.verdict,
+        "stage": str(failed.stage) if failed else "",
+        "failure": str(failed.failure) if failed else "",
+        "case": failed.case if failed else "",
+        "detail": failed.detail if failed else "",
+        "paid": row.paid,
+        **{str(stage): (row.rungs or {}).get(stage) for stage in RUNGS},
+        "seconds": round(sum(row.seconds.values()), 3),
+        "why": row.entry.why,
+        "evolve": list(row.entry.evolve),
+    }
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    return {
+        "held": found.held,
+        "accepted": [row.entry.name for row in found.accepted],
+        "false_rejections": found.false_rejections,
+        "rejected": [row.entry.name for row in found.rejected],
+        "stopped_by": {str(stage): count for stage, count in found.catches().items()},
+        "alone": {str(stage): names for stage, names in found.alone().items()},
+        "seconds": found.seconds,
+        "entries": [record(row) for row in found.rows],
+    }
+
+
+def known() -> tuple[Known, ...]:
+    """The catalogue of known tricks with what stands for each."""
+    return coverage(CORPUS)
+
+
+def coverage_lines() -> list[str]:
+    told = [f"{k.number:2} {k.standing:14} {k.title}: {', '.join(k.by) or k.why}" for k in known()]
+    return [*told, "", "Open by design:", *(f"- {door}" for door in DOORS)]
+
+
+def write_table(found: Findings, path: Path) -> None:
+    """Raises OSError."""
+    path.write_text(table(found), encoding="utf-8")

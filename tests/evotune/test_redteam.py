@@ -1,0 +1,55 @@
+"""What the command prints, from rows made by hand."""
+
+import csv
+import io
+import json
+
+from evotune import redteam
+from evotune.fitness.outcome import RUNGS, Failed, Failure, Passed, Stage
+from evotune.fitness.redteam import CORPUS, Kind
+from evotune.fitness.redteam.corpus import Findings, Row
+
+MUTANT = next(e for e in CORPUS if e.kind is Kind.MUTANT)
+CHEAT = next(e for e in CORPUS if e.kind is Kind.CHEAT)
+VARIANT = next(e for e in CORPUS if e.kind is Kind.VARIANT)
+FOUND = Findings(
+    (
+        Row(
+            MUTANT,
+            Failed(Failure.WRONG, Stage.LAWS, "off by one", case="a law"),
+            rungs={stage: 2 * (stage is Stage.LAWS) for stage in RUNGS},
+        ),
+        Row(CHEAT, Passed("full", 0.5, (), 1.0, (), {}), 12.0, 23.0),
+        Row(VARIANT, Passed("full", 0.5, (), 1.0, (), {})),
+    ),
+    12.3,
+)
+
+
+def test_the_figures_and_every_mishap_are_printed() -> None:
+    text = "\n".join(redteam.lines(FOUND))
+    assert "accepted exploits   1 of 2 (1 mutants, 1 cheats)" in text
+    assert "false rejections    0 of 1 honest variants (0.0%)" in text
+    assert "laws 1;" in text
+    assert f"accepted: {CHEAT.name} (passed, 23.0 times as fast as its honest twin)" in text
+
+
+def test_the_matrix_names_what_a_rung_alone_sees() -> None:
+    text = "\n".join(redteam.matrix(FOUND))
+    assert f"laws       alone sees 1: {MUTANT.name}; stops 1 first" in text
+    assert "smoke      alone sees none; stops 0 first. It stays for: in milliseconds" in text
+
+
+def test_csv_and_json_hold_every_entry() -> None:
+    records = list(csv.DictReader(io.StringIO(redteam.table(FOUND))))
+    assert [r["name"] for r in records] == [MUTANT.name, CHEAT.name, VARIANT.name]
+    assert records[0]["laws"] == "2"
+    data = json.loads(json.dumps(redteam.as_json(FOUND)))
+    assert data["held"] is False
+    assert data["accepted"] == [CHEAT.name]
+    assert len(data["entries"]) == 3
+
+
+def test_coverage_lists_every_number_once() -> None:
+    numbered = [line for line in redteam.coverage_lines() if line[:2].strip().isdigit()]
+    assert [int(line[:2]) for line in numbered] == list(range(1, 73))
