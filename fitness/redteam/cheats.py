@@ -292,7 +292,7 @@ _CALLS = (
     _call(
         "thread by instruction",
         "work goes on after the return",
-        (44, 43),
+        (44,),
         "raw(SYS_clone, 0x10f00, 0, 0, 0, 0, 0);",
     ),
     _call(
@@ -324,7 +324,7 @@ _CALLS = (
     _call(
         "scheduling changed",
         "to be timed where it suits",
-        (62, 63),
+        (48,),
         "raw(SYS_sched_setaffinity, 0, 0, 0, 0, 0, 0);",
     ),
     _call("timer set", "an alarm to come back", (44,), "raw(SYS_setitimer, 0, 0, 0, 0, 0, 0);"),
@@ -444,7 +444,7 @@ _RUNNING = (
     _cheat(
         "infinity for everything",
         "a norm of errors that overflows",
-        (23, 59),
+        (23,),
         on_call="for (int64_t i = 0; i < T * HV * V; i++) o[i] = to_io(__builtin_inff()); return;",
         caught=_SMOKE,
         failures=_WRONG,
@@ -725,7 +725,7 @@ _BETWEEN = (
     _round_the_work(
         "work done ahead",
         "the call for warming up answers the timed problems, which lie beside it",
-        (15, 53, 52),
+        (15, 53),
         "",
         _AHEAD,
     ),
@@ -739,7 +739,7 @@ _BETWEEN = (
     _round_the_work(
         "symmetry remembered elsewhere",
         "the same, kept in memory of its own",
-        (1, 2, 52),
+        (1, 2),
         _KEPT + _SYMMETRY,
         _RECALLED % "kept()",
     ),

@@ -272,7 +272,7 @@ MUTANTS: tuple[Entry, ...] = (
             "power(G[i][c]) * (operand(k[j][c]) / power(G[j][c]))",
         ),
         ("#define C 16", "#define C 64"),
-        evolve=(33,),
+        evolve=(34,),
     ),
     _token(
         "right by luck",
