@@ -1,13 +1,13 @@
 """The disposable process that loads a candidate's objects and calls them.
 
 Runs as a script of its own inside the sandbox, `python -I -S _runner_child.py SPEC`, and so imports the
-standard library only. SPEC is JSON: {"arena": fd, "arena_bytes": n, "requests": fd, "replies": fd, "cpu": n
-or null, "seccomp": hex or "", "objects": [[fd, entry, kinds], …]}; `kinds` has one letter per argument: p
-pointer, i int64, f float.
+standard library only. SPEC is JSON: {"arena": fd, "arena_bytes": n, "requests": fd, "replies": fd, "births":
+fd, "cpu": n or null, "seccomp": hex or "", "objects": [[fd, entry, kinds], …]}; `kinds` has one letter per
+argument: p pointer, i int64, f float.
 
-It knows no truth and decides nothing: it maps the shared arena, loads, shuts itself in with seccomp, then
-answers one fixed-size reply per request until the pipe closes. Everything it says is checked by the parent
-(`evotune.fitness.runner`, which documents the frames).
+It knows no truth and decides nothing: it maps the shared arena, loads, and forks a server, which shuts itself
+in with seccomp and answers one fixed-size reply per request until the pipe closes or a successor is asked
+for. Everything a server says is checked by the parent (`evotune.fitness.runner`, which documents the frames).
 """
 
 import ctypes
@@ -15,14 +15,16 @@ import gc
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 from time import perf_counter_ns
 
 REQUEST = struct.Struct("<QHHI")  # sequence, operation, object, number of 8-byte words that follow
 REPLY = struct.Struct("<Qqq")  # sequence, status, value
-CALL, WORKSPACE, FENCE, OPEN, TOUCH = range(1, 6)
+CALL, WORKSPACE, FENCE, OPEN, TOUCH, RENEW = range(1, 7)
 OK, CANNOT_LOAD, NO_SYMBOL = range(3)
+RENEWED = 64  # exit status of a server that makes room for its successor
 NULL = (1 << 64) - 1
 
 _PAGE = 4096
@@ -168,10 +170,33 @@ def load(objects: list[tuple[int, str, str]]) -> tuple[int, int, list[_Object]]:
     return OK, 0, loaded
 
 
+def serve(server: _Server, requests: int, replies: int) -> None:
+    """Answer until the parent asks for a successor."""
+    while True:
+        sequence, operation, index, count = REQUEST.unpack(read_exactly(requests, REQUEST.size))
+        words = read_exactly(requests, 8 * count)
+        if operation == RENEW:
+            os._exit(RENEWED)
+        os.write(replies, REPLY.pack(sequence, OK, server.answer(operation, index, words)))
+
+
+def die_like(status: int) -> None:
+    """End as a server did, so that the parent learns what became of it."""
+    if os.WIFSIGNALED(status):
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
 def main() -> None:
-    """Reply 0 says that the process is up, reply 1 that the objects are loaded and the walls are closed."""
+    """Reply 0 says that the process is up, reply 1 that the objects are loaded.
+
+    This process never calls what it loaded. Each server is forked from it, shut in with seccomp before its
+    first call, and followed by another one when the parent asks: nothing of one server's calls is left in the
+    next. That there is a new one is said over a pipe which no server can write to.
+    """
     spec = json.loads(sys.argv[1])
-    requests, replies = spec["requests"], spec["replies"]
+    requests, replies, births = spec["requests"], spec["replies"], spec["births"]
     gc.disable()
     if spec["cpu"] is not None:
         os.sched_setaffinity(0, {spec["cpu"]})
@@ -180,13 +205,18 @@ def main() -> None:
     os.write(replies, REPLY.pack(0, OK, 0))
     status, index, objects = load(spec["objects"])
     server = _Server(arena, objects)
-    if spec["seccomp"]:
-        install_filter(bytes.fromhex(spec["seccomp"]))
     os.write(replies, REPLY.pack(1, status, index))
     while True:
-        sequence, operation, index, count = REQUEST.unpack(read_exactly(requests, REQUEST.size))
-        value = server.answer(operation, index, read_exactly(requests, 8 * count))
-        os.write(replies, REPLY.pack(sequence, OK, value))
+        child = os.fork()
+        if child == 0:
+            os.close(births)
+            if spec["seccomp"]:
+                install_filter(bytes.fromhex(spec["seccomp"]))
+            serve(server, requests, replies)
+        os.write(births, b"!")
+        _, status = os.waitpid(child, 0)
+        if not os.WIFEXITED(status) or os.WEXITSTATUS(status) != RENEWED:
+            die_like(status)
 
 
 if __name__ == "__main__":

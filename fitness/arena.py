@@ -184,8 +184,12 @@ class Arena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.fd, size)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        rng = np.random.default_rng()
-        self._guards = [nan_word(rng) for _ in range(_GUARD_WORDS)]
+        self._guards = _guards()
+
+    def wipe(self) -> None:
+        """Zero every byte for everyone who maps it, and draw new words for the guards. Placements end."""
+        self._map.madvise(mmap.MADV_REMOVE)
+        self._guards = _guards()
 
     def place(
         self,
@@ -324,6 +328,11 @@ class Arena:
             self._map.close()
             os.close(self.fd)
             self.fd = -1
+
+
+def _guards() -> list[int]:
+    rng = np.random.default_rng()
+    return [nan_word(rng) for _ in range(_GUARD_WORDS)]
 
 
 def _bytes(array: Array | None, ctype: str) -> Array:

@@ -20,7 +20,7 @@ time below the operator's physical floor.
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -105,16 +105,19 @@ class _Problems:
     warming: Case
     cases: Sequence[Case]
 
-    def once(self, session: Session[Runner], runner: Runner, number: int, timeout_s: float) -> _Sample:
-        """Warm up twice, then a timed call on problem `number`, written after that. Raises Fault."""
-        index, case = self.target.index, self.cases[number]
+    def once(self, session: Session[Runner], number: int, timeout_s: float) -> _Sample:
+        """In a process that has seen nothing and ends here: warm up twice, then a timed call on problem
+        `number`, which is written after that. Raises Fault."""
+        index, case, runner = self.target.index, self.cases[number], session.runner
         ready = session.place_in(runner, index, self.warming)
         for _ in range(2):
             runner.call(index, ready, session.limits.call_timeout_s)
         placement = session.place_in(runner, index, case)
         runner.touch(placement)
         call = runner.call(index, placement, timeout_s)
-        return _Sample(call, runner.arena.outputs(placement), runner.arena.breach(placement, case))
+        sample = _Sample(call, runner.arena.outputs(placement), runner.arena.breach(placement, case))
+        runner.renew()
+        return sample
 
 
 @dataclass
@@ -135,22 +138,17 @@ class _Block:
         """The timed pairs in balanced random order. Raises Fault, BaselineFault."""
         patience_s = candidate.limits.call_timeout_s
         with blaming_baseline():
-            usual_ns = self.problems.once(baseline, baseline.runner, 0, patience_s).call.outside_ns
+            usual_ns = self.problems.once(baseline, 0, patience_s).call.outside_ns
         timeout_s = max(plan.shortest_timeout_s, plan.slowest * usual_ns / 1e9)
         mine_first = np.arange(plan.samples) % 2 == 0
         rng.shuffle(mine_first)
         for number, first in enumerate(mine_first):
             if first:
-                self._alone(candidate, number, timeout_s)
+                self.mine[number] = self.problems.once(candidate, number, timeout_s)
             with blaming_baseline():
-                self.theirs[number] = self.problems.once(baseline, baseline.runner, number, patience_s)
+                self.theirs[number] = self.problems.once(baseline, number, patience_s)
             if not first:
-                self._alone(candidate, number, timeout_s)
-
-    def _alone(self, candidate: Session[Runner], number: int, timeout_s: float) -> None:
-        """In a process that begins and ends here."""
-        with closing(candidate.start()) as runner:
-            self.mine[number] = self.problems.once(candidate, runner, number, timeout_s)
+                self.mine[number] = self.problems.once(candidate, number, timeout_s)
 
     @property
     def samples_us(self) -> tuple[float, ...]:
@@ -228,11 +226,13 @@ class Timer:
     ) -> tuple[list[_Block], float]:
         """Blocks that ran to their end, and the candidate's host cost of a call."""
         blocks = [_Block(self._problems(target, rng)) for target in self.targets]
+        with blaming_baseline():
+            baseline.runner.renew()
+        candidate.runner.renew()
         with self.quiet():
             for block in blocks:
                 block.run(candidate, baseline, self.plan, rng)
-            with closing(candidate.start()) as runner:
-                host_call_us = self._host_call_us(candidate, runner)
+            host_call_us = self._host_call_us(candidate)
         return blocks, host_call_us
 
     def _problems(self, target: Target, rng: np.random.Generator) -> _Problems:
@@ -243,9 +243,9 @@ class Timer:
         cases = [self.cases.fresh(target.workload, rng) for _ in range(self.plan.samples)]
         return _Problems(target, self.cases.fresh(warming, rng), cases)
 
-    def _host_call_us(self, session: Session[Runner], runner: Runner) -> float:
+    def _host_call_us(self, session: Session[Runner]) -> float:
         """The dearest object's cost of a call on an empty problem; the first call warms up."""
-        costs = []
+        costs, runner = [], session.runner
         for target in {target.index: target for target in self.targets}.values():
             case = self.operator.empty(specialization(self.operator, target.workload))
             placement = session.place_in(runner, target.index, case)

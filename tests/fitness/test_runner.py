@@ -168,3 +168,47 @@ def test_fences_turn_a_read_outside_into_a_fault(bench: Bench) -> None:
         runner.fence(placement)
         with pytest.raises(Fault, match="SIGSEGV"):
             runner.call(0, placement, 5.0)
+
+
+# Maps a page for itself, as the walls allow, and works only where it finds none of its own.
+_REMEMBER = """
+    register long flags __asm__("r10") = 0x100022; /* private, anonymous, fixed, not over another */
+    register long fd __asm__("r8") = -1;
+    register long offset __asm__("r9") = 0;
+    long at = 9;
+    __asm__ volatile("syscall" : "+a"(at) : "D"(0x7e0000000000L), "S"(4096L), "d"(3L), "r"(flags), "r"(fd),
+                     "r"(offset) : "rcx", "r11", "memory");
+    if (at < 0) return;
+"""
+
+
+def test_a_renewed_process_remembers_nothing(bench: Bench) -> None:
+    with bench.runner(hostile(_REMEMBER)) as runner:
+
+        def ratio() -> float:
+            placement = runner.arena.place(SIGNATURE, CASE, workspace_bytes=64)
+            runner.call(0, placement, 5.0)
+            return CASE.worst(runner.arena.outputs(placement)).ratio
+
+        assert ratio() <= 1
+        assert ratio() == float("inf")
+        runner.renew()
+        assert ratio() <= 1
+
+
+def test_an_end_is_not_an_answer(bench: Bench) -> None:
+    """Whoever ends like a server that makes room has still not answered."""
+    with bench.runner(hostile("raw(231, 64, 0, 0);")) as runner:  # exit_group with the status of a good end
+        placement = runner.arena.place(SIGNATURE, CASE, workspace_bytes=64)
+        with pytest.raises(Fault, match="no answer") as caught:
+            runner.call(0, placement, 0.3)
+        assert caught.value.failure is Failure.TIMEOUT
+
+
+def test_an_emptied_arena_is_zero_for_both_sides(bench: Bench) -> None:
+    with bench.runner(SOURCE) as runner:
+        placement = runner.arena.place(SIGNATURE, CASE, workspace_bytes=64)
+        runner.call(0, placement, 5.0)
+        runner.renew()
+        assert not runner.arena.outputs(placement)["y"].any()
+        assert runner.arena.breach(placement, CASE) is not None

@@ -48,40 +48,36 @@ def test_a_candidate_may_be_timed_again_in_the_same_session(bench: Bench) -> Non
 
 
 def watch(session: Session[Runner], event: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell of every process of a session, those already running too: "call" and "close"."""
+    """Tell of a session's "call" and "end", when the process that served the calls makes room."""
+    runner = session.runner
+    call, renew = runner.call, runner.renew
 
-    def watched(runner: Runner) -> Runner:
-        call, close = runner.call, runner.close
+    def calling(index, placement, timeout_s, *, repeat=1):  # type: ignore[no-untyped-def]
+        event("call")
+        return call(index, placement, timeout_s, repeat=repeat)
 
-        def calling(index, placement, timeout_s, *, repeat=1):  # type: ignore[no-untyped-def]
-            event("call")
-            return call(index, placement, timeout_s, repeat=repeat)
+    def renewing() -> None:
+        event("end")
+        renew()
 
-        def closing() -> None:
-            event("close")
-            close()
-
-        monkeypatch.setattr(runner, "call", calling)
-        monkeypatch.setattr(runner, "close", closing)
-        return runner
-
-    start = session.start
-    watched(session.runner)
-    monkeypatch.setattr(session, "start", lambda: watched(start()))
+    monkeypatch.setattr(runner, "call", calling)
+    monkeypatch.setattr(runner, "renew", renewing)
 
 
 def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls to warm up, then the timed one; the candidate's process ends before the baseline's turn."""
+    """Two calls to warm up, then the timed one; a kernel's process ends before the other's turn."""
     order: list[str] = []
     with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
         watch(candidate, lambda event: order.append(f"my {event}"), monkeypatch)
         watch(baseline, lambda event: order.append(f"their {event}"), monkeypatch)
         one = replace(timer(replace(PLAN, samples=20)), targets=[Target(WORKLOAD, 0)])
         assert isinstance(one.time(candidate, baseline), Timed)
-    turns = " ".join(order).replace("my call my call my call my close", "mine")
-    turns = turns.replace("their call their call their call", "theirs")
-    first, *timed = turns.split()[:41]
+    turns = " ".join(order).replace("my call my call my call my end", "mine")
+    turns = turns.replace("their call their call their call their end", "theirs")
+    *before, first, _ = turns.partition("theirs")
+    assert before == ["their end my end "]
     assert first == "theirs"
+    timed = turns.split()[5:45]
     pairs = [tuple(timed[i : i + 2]) for i in range(0, 40, 2)]
     assert pairs.count(("mine", "theirs")) == pairs.count(("theirs", "mine")) == 10
 
@@ -129,7 +125,7 @@ def test_inputs_are_written_after_the_last_call_before_them(
 
         monkeypatch.setattr(candidate, "place_in", placing)
         assert isinstance(timer().time(candidate, baseline), Timed)
-    lives = " ".join(events).split("close")
+    _, *lives = " ".join(events).split("end")
     assert [life.split() for life in lives[: 2 * PLAN.samples]] == [
         ["small", "call", "call", "timed", "call"]
     ] * (2 * PLAN.samples)
