@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from evotune.errors import DeviceLost
+from evotune.errors import DeviceLost, SandboxError
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.cuda_link import CudaLinker, runtime_library
 from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace
-from evotune.fitness.cuda_timing import CudaTimer, Pools
+from evotune.fitness.cuda_timing import Bands, CudaTimer, Pools
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import Gate, GateLimits, Session
@@ -34,10 +34,11 @@ from evotune.fitness.judge import Artifacts, Builds, CompiledEvaluator, Problem,
 from evotune.fitness.lease import Lease, any_free
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
-from evotune.fitness.operator import DeviceOperator, DeviceParameter, Level
+from evotune.fitness.operator import DeviceOperator, DeviceParameter
+from evotune.fitness.operator import Level as GateLevel
 from evotune.fitness.outcome import Artifact, Failed, Retry
 from evotune.fitness.runner import Fault, Loadable
-from evotune.fitness.sandbox import Sandbox
+from evotune.fitness.sandbox import Level, Sandbox
 from evotune.fitness.timing import BaselineFault, Timed, TimingPlan, blaming_baseline
 from evotune.fitness.toolchain import Toolchain, read_output
 from evotune.search_space.branch import Candidate
@@ -52,11 +53,12 @@ _SANITIZER_S = 60.0
 class CudaSettings:
     """All that a study may set about judging on a GPU. `spares` processes stand ready ahead of their use."""
 
-    level: Level = "screen"
+    level: GateLevel = "screen"
     gate: GateLimits = field(default_factory=GateLimits)
     timing: TimingPlan = field(default_factory=TimingPlan)
     build: BuildPlan = field(default_factory=BuildPlan)
     spares: int = 3
+    bands: Bands = Bands()
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         return any_free()
 
     def _judge_cell(self, sandbox: Sandbox) -> CudaCell:
+        if sandbox.level is Level.LANDLOCK:
+            mend = "install it (apt install bubblewrap)"
+            raise SandboxError(f"on a GPU kernels are judged behind bubblewrap alone: {mend}")
         arena_bytes = self._settings.gate.arena_mib << 20
         return CudaCell(sandbox, arena_bytes, runtime_library(), self._lease.gpu.nodes)
 
@@ -281,6 +286,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             self._spares.quiet,
             facts.l2_bytes,
             self._copy_bytes_per_us,
+            self._settings.bands,
         )
 
     def _ask_canary(self, timer: CudaTimer, baseline: Session[CudaProcess]) -> None:

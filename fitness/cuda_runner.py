@@ -203,6 +203,14 @@ class CudaProcess(Worker):
                 raise
             raise Fault(Failure.REFUSED, f"an object cannot be loaded: {fault.detail}") from fault
 
+    def close(self) -> None:
+        """Kill the process and free the arena. Nobody waits while the driver ends the context."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            threading.Thread(target=_reap, args=(process,), name="reap").start()
+        super().close()
+
     # What the gate asks for
 
     def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int:
@@ -393,6 +401,11 @@ class CudaProcess(Worker):
             self.close()
             raise SandboxError(f"the GPU is in trouble: {brief}")
         return Fault(Failure.FAULT, brief)
+
+
+def _reap(process: Child) -> None:
+    with suppress(SandboxError):
+        process.wait()
 
 
 def arguments(signature: Sequence[DeviceParameter], placement: Placement) -> list[list[Any]]:

@@ -10,6 +10,7 @@ import pytest
 from evotune.errors import DeviceLost
 from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
 from evotune.fitness.cuda_runner import CudaCell
+from evotune.fitness.cuda_timing import Bands
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import GateLimits, GateReport
 from evotune.fitness.host_toolchain import HostToolchain
@@ -42,9 +43,10 @@ WORKLOADS = (
         final_state=False,
     ),
 )
-# Host calls of 10 us: a tenth of a millisecond of slack says nothing about a shared processor.
-PLAN = TimingPlan(samples=4, shortest_timeout_s=1.0, clock_slack_us=50_000.0, empty_calls=8)
-SETTINGS = CudaSettings(gate=GateLimits(call_timeout_s=1.0, arena_mib=64), timing=PLAN, spares=2)
+PLAN = TimingPlan(samples=4, shortest_timeout_s=1.0, empty_calls=8)
+# A shared processor's clock says nothing about calls of 10 us.
+BANDS = Bands(us=1e6, hidden_us=1e6)
+SETTINGS = CudaSettings(gate=GateLimits(call_timeout_s=1.0, arena_mib=64), timing=PLAN, spares=2, bands=BANDS)
 
 
 class WorkspaceTemplate(KdaHost):
@@ -77,14 +79,12 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeEvaluato
     problem = Problem(WorkspaceTemplate(), KdaOperator(), WORKLOADS)
     cache = tmp_path_factory.mktemp("cache")
     found = FakeEvaluator(problem, list(OBJECTIVES.values()), settings=SETTINGS, cache=cache)
-    # A shared processor's clock: graph and plain call are the same call here.
     yield found
     found.close()
 
 
 @pytest.fixture(autouse=True)
-def wide_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evotune.fitness.cuda_timing.Bands.hold", lambda self, graph, plain: True)
+def wide_band(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", 100.0)
 
 

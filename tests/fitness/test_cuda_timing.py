@@ -6,18 +6,17 @@ from evotune.fitness.arena import lay_out
 from evotune.fitness.cuda_runner import arguments
 from evotune.fitness.cuda_timing import Bands, disagreement, floor_us
 from evotune.fitness.operator import specialization
-from evotune.fitness.timing import TimingPlan
 from evotune.reference_kda.operator import KdaOperator
 from evotune.reference_kda.workload import Workload
 
-PLAN = TimingPlan(clock_slack_us=200.0, clock_slack=0.1)
+BANDS = Bands()
 HONEST = [(100.0, 105.0, 900.0), (101.0, 103.0, 1400.0), (99.0, 104.0, 880.0)]
 Samples = list[tuple[float, float, float]]
 
 
 def test_honest_samples_are_believed_however_late_the_answers() -> None:
     late: Samples = [(g, p, waited + 5000) for g, p, waited in HONEST[:2]] + HONEST[2:]
-    assert disagreement(late, HONEST, PLAN, Bands()) is None
+    assert disagreement(late, HONEST, BANDS) is None
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def test_honest_samples_are_believed_however_late_the_answers() -> None:
     ids=["shorter as a graph", "longer as a graph", "works outside the events"],
 )
 def test_a_clock_that_lies_is_not_believed(mine: Samples, told: str) -> None:
-    said = disagreement(mine, HONEST, PLAN, Bands())
+    said = disagreement(mine, HONEST, BANDS)
     assert said is not None
     assert told in said
 
