@@ -18,12 +18,13 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from time import perf_counter_ns
 
 REQUEST = struct.Struct("<QHHI")  # sequence, operation, object, number of 8-byte words that follow
 REPLY = struct.Struct("<Qqq")  # sequence, status, value
 CALL, WORKSPACE, FENCE, OPEN, TOUCH, RENEW = range(1, 7)
-OK, CANNOT_LOAD, NO_SYMBOL = range(3)
+OK, CANNOT_LOAD, NO_SYMBOL, CONTROL_CHANGED = range(4)
 RENEWED = 64  # exit status of a server that makes room for its successor
 NULL = (1 << 64) - 1
 
@@ -75,6 +76,27 @@ class _Object:
         return values
 
 
+class ControlChanged(Exception):
+    """A call left the processor's rounding or its treatment of denormals other than it was."""
+
+
+def control_reader() -> Callable[[], tuple[int, ...]]:
+    """Reads the floating-point control bits, without flags, from glibc's fenv_t; () where unknown."""
+    fegetenv = ctypes.CDLL("libm.so.6").fegetenv
+    environment = ctypes.create_string_buffer(64)
+
+    def x86_64() -> tuple[int, ...]:
+        fegetenv(environment)
+        x87, mxcsr = struct.unpack_from("<H26xI", environment)
+        return x87, mxcsr & 0xFFC0
+
+    def aarch64() -> tuple[int, ...]:
+        fegetenv(environment)
+        return struct.unpack_from("<I", environment)
+
+    return {"x86_64": x86_64, "aarch64": aarch64}.get(os.uname().machine, tuple)
+
+
 class _Stack:
     """What lies below the stack pointer: bytes of earlier calls, or zeros, unless somebody writes there."""
 
@@ -100,11 +122,20 @@ class _Server:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
         self.objects = objects
         self.stack = _Stack()
+        self.control = control_reader()
         self.mprotect = ctypes.CDLL(None).mprotect
         self.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def call(self, index: int, words: bytes) -> int:
-        """Nanoseconds of `repeat` calls; the clock is read directly round them."""
+        """Nanoseconds of `repeat` calls. Raises ControlChanged."""
+        control = self.control()
+        duration_ns = self.timed(index, words)
+        if self.control() != control:
+            raise ControlChanged
+        return duration_ns
+
+    def timed(self, index: int, words: bytes) -> int:
+        """The clock is read directly round the calls."""
         target = self.objects[index]
         repeat = struct.unpack_from("<Q", words)[0]
         arguments = target.arguments(self.base, words[8:])
@@ -177,7 +208,11 @@ def serve(server: _Server, requests: int, replies: int) -> None:
         words = read_exactly(requests, 8 * count)
         if operation == RENEW:
             os._exit(RENEWED)
-        os.write(replies, REPLY.pack(sequence, OK, server.answer(operation, index, words)))
+        try:
+            status, value = OK, server.answer(operation, index, words)
+        except ControlChanged:
+            status, value = CONTROL_CHANGED, 0
+        os.write(replies, REPLY.pack(sequence, status, value))
 
 
 def die_like(status: int) -> None:

@@ -218,6 +218,11 @@ class Runner(Worker):
             raise Fault(Failure.REFUSED, f"{name} {what}")
         self._await_birth()
 
+    def _refusal(self, status: int, value: int) -> Fault:
+        if status == child.CONTROL_CHANGED:
+            return Fault(Failure.WRONG, "left the processor's rounding or denormal mode changed")
+        return super()._refusal(status, value)
+
     def renew(self) -> None:
         """Go on in a process that has seen nothing: forked from one that loaded the objects and called none.
 

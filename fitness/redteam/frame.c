@@ -27,6 +27,20 @@ static inline uint64_t ticks(void) {
 #endif
 }
 
+/* Denormals count as zero from here on, or not; answers how it was. */
+static inline int flush_denormals(int on) {
+#if defined(__x86_64__)
+    unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(on ? before | 0x8040 : before & ~0x8040u);
+    return (before & 0x8040) != 0;
+#else
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(on ? before | 1ull << 24 : before & ~(1ull << 24)));
+    return (before >> 24) & 1;
+#endif
+}
+
 /* To bfloat16, to nearest even. */
 static inline uint16_t narrow(float x) {
     uint32_t bits;

@@ -376,6 +376,12 @@ MUTANTS: tuple[Entry, ...] = (
         evolve=(42,),
     ),
     _token(
+        "denormals flushed for good",
+        "its caller computes otherwise afterwards",
+        ("/* ON CALL */", "flush_denormals(1);"),
+        evolve=(28,),
+    ),
+    _token(
         "uninitialised workspace",
         "counts on zeros there",
         (_RUN, _RUN.replace("&head", "&head") + " final_state = final_state;"),

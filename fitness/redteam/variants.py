@@ -158,6 +158,12 @@ VARIANTS: tuple[Entry, ...] = (
         "another order of independent work",
         ("hv = 0; hv < HV; hv++", "hv = HV - 1; hv >= 0; hv--"),
     ),
+    _token(
+        "denormals flushed while it runs",
+        "and put back",
+        ("/* ON CALL */", "int before = flush_denormals(1);"),
+        ("/* AFTER CALL */", "flush_denormals(before);"),
+    ),
     _chunk("chunks of 16", "pairwise decays"),
     _chunk("chunks of 8", "shorter", (_LENGTH, "#define C 8")),
     _chunk("chunks of 32", "longer", (_LENGTH, "#define C 32")),
