@@ -24,7 +24,7 @@ PAYS = 2.0
 timed problem pays tenfold and more; two honest builds of one source differ by less than a half."""
 
 _SETTINGS = HostSettings(level="full", gate=GateLimits(call_timeout_s=1.0), timing=TimingPlan(samples=8))
-_UNSPEAKABLE = frozenset({Failure.TIMEOUT})  # a rung would wait for each of its cases
+_DEADLY = frozenset({Failure.TIMEOUT, Failure.FAULT})  # the same in each case of every rung
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,10 @@ class Bench:
         return entry, evaluator.submit(entry.candidate(evaluator.problem.specializations[0]))
 
     def _rungs(self, entry: Entry, evaluation: Evaluation) -> Mapping[Stage, int] | None:
-        """Failing cases by rung; None for what never comes to a rung, or hangs in each of them."""
+        """Failing cases by rung; None for what never comes to a rung, or dies in each of them."""
         outcome = evaluation.outcome
         judged = isinstance(outcome, Passed) or (isinstance(outcome, Failed) and outcome.stage not in _BEFORE)
-        if entry.kind is Kind.VARIANT or not judged or entry.failures & _UNSPEAKABLE:
+        if entry.kind is Kind.VARIANT or not judged or (entry.failures and entry.failures <= _DEADLY):
             return None
         evaluator = self.evaluator(entry)
         report = evaluator.explain(entry.candidate(evaluator.problem.specializations[0]), "full")
