@@ -87,12 +87,16 @@ class CaseBook:
         self._operator = operator
         self._solved: dict[str, Case] = {}
 
-    def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:
-        """A variant nobody has seen; costs a solution only the first time."""
+    def solved(self, workload: Workload) -> Case:
+        """The case whose variants `fresh` gives; costs a solution only the first time."""
         case = self._solved.get(workload.name)
         if case is None:
             case = self._solved[workload.name] = self._operator.solve(workload, secrets.randbits(31))
-        return case.fresh(rng)
+        return case
+
+    def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:
+        """A variant nobody has seen."""
+        return self.solved(workload).fresh(rng)
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,12 @@ class Gate:
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
         self.cases = CaseBook(operator)
+
+    def prepare(self, specs: Sequence[Specialization], level: Level) -> None:
+        """Solve the cases of a level now, such as while the first objects are being built."""
+        for spec in specs:
+            for entry in self.operator.gate_cases(spec, level):
+                self.cases.solved(entry.workload)
 
     def judge(
         self, session: Session[Any], specs: Sequence[Specialization], level: Level, *, explain: bool = False

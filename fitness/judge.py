@@ -111,6 +111,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         # Its cases never chose a candidate. Solving them takes seconds, so that confirmations share them.
         self._second_gate = Gate(problem.operator)
         self._baseline: Session[Process] | None = None
+        self._default_builds: Builds | None = None
         # One thread: order of submission is kept, and a process dies with the thread that started it.
         self._judge = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
@@ -131,6 +132,8 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def submit(self, candidate: Candidate) -> Future[Evaluation]:
         """See `Evaluator.submit`. The future also raises StudyError when the baseline itself fails."""
+        if self._baseline is None and self._default_builds is None:
+            self._default_builds = self._start_default()
         return self._judge.submit(self._evaluate, candidate, self._start_builds(candidate))
 
     def explain(self, candidate: Candidate, level: Level = "full") -> GateReport | Failed | Retry:
@@ -217,6 +220,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def _evaluate(self, candidate: Candidate, builds: Builds) -> Evaluation:
         """In the judge's thread: wait for the builds, judge, time."""
+        self._gate.prepare(self._specs, self._level)
         clock = _Stopwatch()
         artifacts: Artifacts = {}
         try:
@@ -296,12 +300,16 @@ class CompiledEvaluator(ABC, Generic[Process]):
             self._baseline = session
         return self._baseline
 
-    def _default_artifacts(self) -> Artifacts:
-        """The template's own source with its default knobs for each specialization."""
+    def _start_default(self) -> Builds:
+        """Queue the template's own source with its default knobs for each specialization."""
         template = self.problem.template
-        defaults = {spec: template.default(spec) for spec in self._specs}
+        return self._start({spec: template.default(spec) for spec in self._specs}, template.source)
+
+    def _default_artifacts(self) -> Artifacts:
+        """Of the default kernel. Raises StudyError, _Stop."""
+        builds, self._default_builds = self._default_builds or self._start_default(), None
         try:
-            return collected(self._start(defaults, template.source))
+            return collected(builds)
         except _Stop as stop:
             if isinstance(stop.outcome, Failed):
                 raise StudyError(_default_fails(stop.outcome)) from None
