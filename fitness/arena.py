@@ -16,6 +16,7 @@ Outputs and workspace start as NaN bit patterns, so that what is not written is 
 """
 
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -65,10 +66,14 @@ class Placeable(Protocol):
     def scalars(self) -> Mapping[str, float]: ...
 
 
+def nan_words(rng: np.random.Generator, count: int) -> list[int]:
+    """Random 32-bit words that are NaN as float32 and, in both halves, as bfloat16; never `POISON`."""
+    high, low = rng.integers(1, 63, size=(2, count))
+    return [int(word) for word in (0x7FC0 | high) << 16 | 0xFFC0 | low]
+
+
 def nan_word(rng: np.random.Generator) -> int:
-    """A random 32-bit word that is NaN as float32 and, in both halves, as bfloat16; never `POISON`."""
-    high, low = rng.integers(1, 63, size=2)
-    return int(0x7FC0 | high) << 16 | int(0xFFC0 | low)
+    return nan_words(rng, 1)[0]
 
 
 def _up(value: int, unit: int) -> int:
@@ -163,7 +168,7 @@ def lay_out(
             words.append(NULL.to_bytes(8, "little"))
         else:
             shape, ctype = extent
-            size = int(np.prod(shape, dtype=np.int64)) * _DTYPES[ctype].itemsize
+            size = math.prod(shape) * _DTYPES[ctype].itemsize
             start = layout.buffer(size)
             words.append(start.to_bytes(8, "little"))
             buffers.append(Buffer(parameter.name, parameter.role, start, size, shape, ctype))
@@ -184,6 +189,7 @@ class Arena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.fd, size)
         self._bytes = np.frombuffer(self._map, np.uint8)
+        self._words = self._bytes[: size // 4 * 4].view(np.uint32)
         self._guards = _guards()
 
     def wipe(self) -> None:
@@ -212,7 +218,7 @@ class Arena:
                 f"{self.size >> 20}: make the workload smaller or raise arena_mib"
             )
         for number, (start, end) in enumerate(placement.gaps):
-            self._fill(start, end, self._guards[number % _GUARD_WORDS])
+            self._map[start:end] = self._guard(number, start, end)
         self.refresh(placement, case, poison)
         return placement
 
@@ -234,9 +240,10 @@ class Arena:
                 changed = np.flatnonzero(self._view(buffer) != given)
                 return f"input {buffer.name} was changed: {changed.size} bytes, the first at {changed[0]}"
         for number, (start, end) in enumerate(placement.gaps):
-            found, wanted = self._against(start, end, self._guards[number % _GUARD_WORDS])
-            if not np.array_equal(found, wanted):
-                return self._outside(placement, start + int(np.flatnonzero(found != wanted)[0]))
+            wanted = self._guard(number, start, end)
+            if self._map[start:end] != wanted:
+                changed = np.flatnonzero(self._bytes[start:end] != np.frombuffer(wanted, np.uint8))
+                return self._outside(placement, start + int(changed[0]))
         return None
 
     @staticmethod
@@ -279,12 +286,10 @@ class Arena:
         return self._bytes[buffer.start : buffer.start + buffer.size]
 
     def _fill(self, start: int, end: int, word: int) -> None:
-        """The word's bytes repeat by absolute address, whatever `start` is."""
-        whole_start, whole_end = min(_up(start, 4), end), max(end // 4 * 4, min(_up(start, 4), end))
-        self._bytes[whole_start:whole_end].view(np.uint32)[:] = word
-        pattern = word.to_bytes(4, "little")
-        for at in (*range(start, whole_start), *range(whole_end, end)):
-            self._bytes[at] = pattern[at % 4]
+        """The word's bytes repeat by absolute address; `start` and the arena's size are multiples of four."""
+        whole = end // 4 * 4
+        self._words[start // 4 : whole // 4] = word
+        self._map[whole:end] = word.to_bytes(4, "little")[: end - whole]
 
     def _against(self, start: int, end: int, word: int) -> tuple[Array, Array]:
         """The bytes [start, end), and what they are when only `_fill` wrote them."""
@@ -292,10 +297,12 @@ class Arena:
 
     def guard_bytes(self, placement: Placement) -> Array:
         """What the gaps of a placement hold, one after the other."""
-        pieces = []
-        for number, (start, end) in enumerate(placement.gaps):
-            pieces.append(_pattern(start, end, self._guards[number % _GUARD_WORDS]))
-        return np.concatenate(pieces)
+        gaps = (self._guard(number, *gap) for number, gap in enumerate(placement.gaps))
+        return np.frombuffer(b"".join(gaps), np.uint8)
+
+    def _guard(self, number: int, start: int, end: int) -> bytes:
+        """What gap `number` of a placement holds. Bytes repeat by address, and no gap crosses a page."""
+        return self._guards[number % _GUARD_WORDS][start % GUARD :][: end - start]
 
     def strayed(self, placement: Placement, found: Array) -> str | None:
         """As `breach`, for the gaps of a placement elsewhere: `found` is what they hold, in one row."""
@@ -324,15 +331,16 @@ class Arena:
     def close(self) -> None:
         """Unmap and close; the memory is freed once the runner is gone. May be called twice."""
         if self.fd >= 0:
-            del self._bytes
+            del self._bytes, self._words
             self._map.close()
             os.close(self.fd)
             self.fd = -1
 
 
-def _guards() -> list[int]:
-    rng = np.random.default_rng()
-    return [nan_word(rng) for _ in range(_GUARD_WORDS)]
+def _guards() -> list[bytes]:
+    """Pages, each full of one word."""
+    words = nan_words(np.random.default_rng(), _GUARD_WORDS)
+    return [word.to_bytes(4, "little") * (GUARD // 4) for word in words]
 
 
 def _bytes(array: Array | None, ctype: str) -> Array:
