@@ -18,12 +18,12 @@ operations, and its errors against the float64 truth are measured in every place
 
 The last of each list matters where special values (ones, one-hot keys, powers of two) make particular orders
 exact by luck: perturbation knows no luck. Two units in float32: one for exp (libm promises < 1 ulp), one for
-the product made with it. One in bfloat16: an operand is rounded once. The random orders matter where keys repeat:
-then all scores of a chunk round alike, and one run in one order shows a single random number. With one order
-each, honest chunked kernels on repeated keys went beyond the bound (1.25 of it) in 7 of 720 draws; with eight,
-once (1.04) in 1,800. The production contract's norm, gate
-and sigmoid run in float32; q and k are rounded to bfloat16 after their norm where io is bfloat16, as every
-implementation does. `o` is rounded to the io dtype, the final state stays float32.
+the product made with it. One in bfloat16: an operand is rounded once. The random orders matter where keys
+repeat: then all scores of a chunk round alike, and one run in one order shows a single random number. With
+one order each, honest chunked kernels on repeated keys went beyond the bound (1.25 of it) in 7 of 720 draws;
+with eight, once (1.04) in 1,800. The production contract's norm, gate and sigmoid run in float32; q and k are
+rounded to bfloat16 after their norm where io is bfloat16, as every implementation does. `o` is rounded to the
+io dtype, the final state stays float32.
 
 **The margin** is 2 bits, fixed before any kernel was measured against it:
   - 1 bit for honest orders outside the ensemble. A sum of n = 128 products has a relative error near
