@@ -28,7 +28,7 @@ class KdaSm90ChunkedKnobs:
     value_tile: int = knob(
         64, choices=(16, 32, 64, 128), doc="columns of V in one block of the recurrence, 16 to a warp"
     )
-    stages: int = knob(4, choices=(2, 3, 4, 6, 8), doc="slots of the recurrence's ring of records")
+    stages: int = knob(4, choices=(3, 4, 6, 8), doc="slots of the recurrence's ring; one is on its way out")
     copy: str = knob(
         "bulk", choices=("bulk", "cp.async"), doc="how records come: one bulk copy, or 16 bytes a thread"
     )
@@ -42,13 +42,28 @@ class KdaSm90ChunkedKnobs:
     exp: str = knob("two", choices=("two", "reciprocal"), doc="e^−G: an exponential of its own, or 1 / e^G")
     units: int = knob(2, choices=(1, 2, 4), doc="value heads that one block of prepare takes")
     prepare_blocks: int = knob(
-        4, choices=(1, 2, 4, 6, 8), doc="blocks of prepare that registers must leave room for on an SM"
+        4, choices=(1, 2, 4, 5, 6, 8), doc="blocks of prepare that registers must leave room for on an SM"
     )
     recurrence_blocks: int = knob(
         1, choices=(1, 2, 3, 4), doc="blocks of the recurrence that registers must leave room for on an SM"
     )
     order: str = knob(
         "given", choices=("given", "longest"), doc="which sequence's blocks start first in a ragged pack"
+    )
+    state: str = knob(
+        "registers",
+        choices=("registers", "shared"),
+        doc="where the recurrence keeps S in fp32",
+    )
+    start: str = knob(
+        "after",
+        choices=("after", "early"),
+        doc="the recurrence's blocks: once prepare is done, or as it ends",
+    )
+    sweep: str = knob(
+        "forward",
+        choices=("forward", "backward"),
+        doc="prepare goes through the chunks; what it ends with is in L2",
     )
 
 
@@ -175,4 +190,5 @@ def _ownership(plan: Plan) -> str:
         rows.append(
             f"lane {lane:2d}  columns {', '.join(map(str, held))}  keys {', '.join(map(str, keys))}, …"
         )
-    return "\n".join([f"state in accumulators: {plan.K // 2} registers of a thread", *rows])
+    place = "accumulators" if plan.state == "registers" else "shared memory"
+    return "\n".join([f"state in {place}: {plan.K // 2} elements of a thread", *rows])

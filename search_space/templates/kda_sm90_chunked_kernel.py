@@ -125,6 +125,7 @@ class KdaForward:
                 stream=stream,
                 min_blocks_per_mp=p.recurrence_blocks,
                 preferred_smem_carveout=100,
+                use_pdl=p.start == "early",
             )
 
     # Prepare
@@ -152,11 +153,15 @@ class KdaForward:
         shared = cutlass.memory.SmemAllocator().allocate_tensor(
             U8, cute.make_layout(p.units * p.unit_bytes), byte_alignment=ALIGNMENT_BYTES
         )
+        if cutlass.const_expr(p.start == "early"):
+            cute.arch.griddepcontrol_launch_dependents()
         if block < blocks:
             groups = (HV + (p.units - 1)) // p.units
             unit = cute.arch.make_warp_uniform(tx // p.unit_threads)
             hv = block % groups * p.units + unit
             slot = block // groups
+            if cutlass.const_expr(p.sweep == "backward"):
+                slot = blocks // groups - 1 - slot
             t0, valid = self.locate(mCu, N, slot, tx)
             if valid > 0:
                 base = shared.iterator + cute.assume(unit * p.unit_bytes, divby=ALIGNMENT_BYTES)
@@ -508,6 +513,7 @@ class KdaForward:
         block, _, _ = cute.arch.block_idx()
         tile, hv, n = block % p.tiles, block // p.tiles % HV, block // p.tiles // HV
         if cutlass.const_expr(p.order == "longest"):
+            self.await_prepare()
             n = self.ranks(mWork, N, T, HV)[n]
         begin, end = mCu[n], mCu[n + 1]
         chunks = (end - begin + (CHUNK - 1)) // CHUNK
@@ -533,11 +539,18 @@ class KdaForward:
             column = tile * p.value_tile + w * TILE  # first column of S, and of v and o, of this warp
             rows = (mV, mO, hv, HV, column, begin, end)
             states = ((I64(n) * HV + hv) * p.V + column) * p.K
-            S = self.initial_state(mInitial, states, lane)
+            S = self.initial_state(mInitial, states, base, w, lane)
+            self.await_prepare()
             self.walk(records, rows, S, (mWork, N, T), w, lane, tx)
             self.final_state(mFinal, states, S, lane)
         elif lane == 0:
+            self.await_prepare()
             self.feed(records)
+
+    def await_prepare(self):
+        """Before anything is read that prepare wrote; without effect unless the grids overlap."""
+        if self.plan.start == "early":
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def feed(self, records):
@@ -614,13 +627,16 @@ class KdaForward:
 
     @cute.jit
     def walk(self, records, rows, S, debug, w, lane, tx):
-        """All chunks of the sequence, by one warp with its 16 columns of S."""
+        """All chunks of the sequence, by one warp with its 16 columns of S.
+
+        A slot is freed only behind the output of the chunk after: nothing but the arrival of its data keeps a
+        read of shared memory before the copy that overwrites it, and that output needs all of S, hence
+        whatever the warp has read of the slot. (Freed behind its own chunk's reads, which the hardware may
+        still have had in its queue, a slot was overwritten too early in builds that store much.)
+        """
         p = self.plan
         _, base, full, free, _, _, chunks = records
-        for j in cutlass.range_constexpr(p.stages - 1):
-            if j < chunks:
-                self.fetch_ahead(records, rows, j, j, I32(0), w, lane, tx)
-            cute.arch.cp_async_commit_group()  # also when empty: the number of groups stays static
+        self.fetch_first(records, rows, w, lane, tx)
         slot, phase = I32(0), I32(0)
         for chunk in cutlass.range(chunks, unroll=1):
             cute.arch.cp_async_wait_group(p.stages - 2)
@@ -629,18 +645,15 @@ class KdaForward:
                 cute.arch.mbarrier_wait(full + slot, phase)
             else:
                 cute.arch.barrier()
-            last, turn = slot - 1, phase  # of the chunk before, which frees the place of the one to fetch
+            last = slot - 1  # of the chunk before
             if slot == 0:
-                last, turn = I32(p.stages - 1), phase ^ 1
-            if chunk + (p.stages - 1) < chunks:
-                self.fetch_ahead(records, rows, chunk + (p.stages - 1), last, turn, w, lane, tx)
-            cute.arch.cp_async_commit_group()
+                last = I32(p.stages - 1)
+            self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
             O, U = self.step(S, base, cute.assume(slot * p.stage_bytes, ALIGNMENT_BYTES), slot, w, lane)
-            if cutlass.const_expr(p.copy == "bulk"):
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(free + slot)
             self.write(rows, base, chunk, O, w, lane)
+            if cutlass.const_expr(p.copy == "bulk"):
+                if chunk > 0 and lane == 0:
+                    cute.arch.mbarrier_arrive(free + last)
             if cutlass.const_expr(p.debug):
                 self.write_debug(records, rows, debug, chunk, S, U, lane)
             slot = slot + 1
@@ -648,28 +661,51 @@ class KdaForward:
                 slot, phase = I32(0), phase ^ 1
 
     @cute.jit
-    def fetch_ahead(self, records, rows, chunk, slot, turn, w, lane, tx):
-        """What a computing warp fetches of a later chunk: its values, and the record if it is to do so.
+    def fetch_first(self, records, rows, w, lane, tx):
+        """What a warp fetches before the first chunk."""
+        p = self.plan
+        _, base, _, _, _, _, chunks = records
+        for j in cutlass.range_constexpr(p.stages - 1):
+            if j < chunks:
+                if cutlass.const_expr(p.copy == "cp.async"):
+                    self.fetch_together(records, j, j, tx)
+                elif cutlass.const_expr(p.loader == "inline" and j < p.stages - 2):
+                    if tx == 0:
+                        self.fetch(records, j, j)
+                self.fetch_values(rows, base, j, j, w, lane)
+            cute.arch.cp_async_commit_group()  # also when empty: the number of groups stays static
 
-        `turn` is the phase in which `free` tells that the slot's former record has been read by all warps.
+    @cute.jit
+    def fetch_later(self, records, rows, chunk, slot, phase, last, w, lane, tx):
+        """What a warp fetches while it works on `chunk`, whose slot and phase are given.
+
+        What threads copy goes `stages` − 1 chunks ahead, to the slot of the chunk before, which all of them
+        have left. A bulk copy goes `stages` − 2 ahead, to the slot before that one, once `free` tells that
+        all warps have left it.
         """
         p = self.plan
-        _, base, _, free, _, _, _ = records
-        if cutlass.const_expr(p.copy == "cp.async"):
-            self.fetch_together(records, chunk, slot, tx)
-        elif cutlass.const_expr(p.loader == "inline"):
-            if tx == 0:
-                if chunk >= p.stages:
-                    cute.arch.mbarrier_wait(free + slot, turn)
-                self.fetch(records, chunk, slot)
-        self.fetch_values(rows, base, chunk, slot, w, lane)
+        _, base, _, free, _, _, chunks = records
+        if cutlass.const_expr(p.copy == "bulk" and p.loader == "inline"):
+            if tx == 0 and chunk + (p.stages - 2) < chunks:
+                older, turn = slot - 2, phase
+                if slot < 2:
+                    older, turn = slot + (p.stages - 2), phase ^ 1
+                if chunk >= 2:
+                    cute.arch.mbarrier_wait(free + older, turn)
+                self.fetch(records, chunk + (p.stages - 2), older)
+        if chunk + (p.stages - 1) < chunks:
+            if cutlass.const_expr(p.copy == "cp.async"):
+                self.fetch_together(records, chunk + (p.stages - 1), last, tx)
+            self.fetch_values(rows, base, chunk + (p.stages - 1), last, w, lane)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def step(self, S, base, where, slot, w, lane):
         """One chunk: S moves on. The warp's (O, U), both [16 values, 16 tokens] in accumulators (4, 2)."""
         p = self.plan
         at = p.record_offsets
-        entering = rounded(S)
+        entering = self.entering(S)
+        self.read_anew()
         R = self.contract(entering, base, where + at["kw"], lane)
         self.forget(S, base, where + at["end"], lane)
         O = self.contract(entering, base, where + at["qg"], lane)
@@ -677,6 +713,7 @@ class KdaForward:
         values = fragment(base, patch + p.square_byte(p.right_row(lane), p.right_column(lane)), True)
         U = self.correct(values, R, base, where + at["x"], lane)
         left = rounded(U)
+        self.read_anew()
         self.update(S, left, base, where + at["kg"], lane)
         self.output(O, left, base, where + at["m"], lane)
         return O, U
@@ -705,8 +742,10 @@ class KdaForward:
         for j in cutlass.range_constexpr(p.K // 8):
             end = cute.make_rmem_tensor(2, F32)
             cute.autovec_copy(place(base, where + p.product_column(lane, 0, j) * 4, F32, 2, 8), end)
+            block = self.block(S, j, 1)
             for e in cutlass.range_constexpr(4):
-                S[e, j] = S[e, j] * end[e % 2]
+                block[e] = block[e] * end[e % 2]
+            self.keep(S, j, block)
 
     # EVOLVE-END forget
 
@@ -731,8 +770,9 @@ class KdaForward:
         p = self.plan
         for jj in cutlass.range_constexpr(p.K // TILE):
             byte = p.panel_byte(p.left_row(lane), jj * TILE + p.left_column(lane))
-            two = cute.make_tensor(S.iterator + 8 * jj, cute.make_layout((4, 2)))
+            two = self.block(S, 2 * jj, 2)
             multiply(two, left[None, 0], fragment(base, where + byte, True))
+            self.keep(S, 2 * jj, two)
 
     # EVOLVE-END update
 
@@ -787,10 +827,46 @@ class KdaForward:
                 at = (record * p.V + value) * p.K + p.product_column(lane, e, j)
                 (floats + (where["state"] // 4 + at)).store(S[e, j])
 
+    # The state: accumulators (4, K / 8) of a lane, or as many in shared memory, 16 bytes of a lane together
+
+    def block(self, S, j, count: cutlass.Constexpr):
+        """Registers (4, count) with blocks j … of 8 channels: S itself, or a copy for `keep` to put back."""
+        if self.plan.state == "registers":
+            return cute.make_tensor(S.iterator + 4 * j, cute.make_layout((4, count)))
+        copied = cute.make_rmem_tensor((4, count), F32)
+        for i in range(count):
+            cute.autovec_copy(S[None, j + i], copied[None, i])
+        return copied
+
+    def keep(self, S, j, block):
+        if self.plan.state == "shared":
+            for i in range(cute.size(block, mode=[1])):
+                cute.autovec_copy(block[None, i], S[None, j + i])
+
+    def read_anew(self):
+        """Keeps the compiler from holding a state in shared memory in registers from here on."""
+        if self.plan.state == "shared":
+            cute.arch.sync_warp()
+
+    def entering(self, S):
+        """S as left operands (8, K / 16), bf16."""
+        p = self.plan
+        left = cute.make_rmem_tensor((PIECE, p.K // TILE), BF16)
+        for kk in range(p.K // TILE):
+            cute.autovec_copy(rounded(self.block(S, 2 * kk, 2))[None, 0], left[None, kk])
+        return left
+
     @cute.jit
-    def initial_state(self, mInitial, first, lane):
+    def initial_state(self, mInitial, first, base, w, lane):
         """The warp's columns from [N, HV, V, K], or zeros."""
-        S = zeros(4, self.plan.K // 8)
+        p = self.plan
+        S = zeros(4, p.K // 8)
+        if cutlass.const_expr(p.state == "shared"):
+            offset = p.shared_offsets["state"] + w * (TILE * p.K * 4) + lane * 16
+            layout = cute.make_layout((4, p.K // 8), stride=(1, 4 * WARP))
+            S = cute.make_tensor(place(base, offset, F32, 4, 16).iterator, layout)
+            for j in cutlass.range_constexpr(p.K // 8):
+                self.keep(S, j, zeros(4, 1))
         if cute.size(mInitial, mode=[0]) > 0:
             self.move_state(mInitial, first, S, lane, True)
         return S
@@ -803,17 +879,20 @@ class KdaForward:
 
     @cute.jit
     def move_state(self, m, first, S, lane, load: cutlass.Constexpr):
-        """Between global memory and accumulators, two channels at a time."""
+        """Between global memory and S, two channels at a time."""
         p = self.plan
         for j in cutlass.range_constexpr(p.K // 8):
+            block = self.block(S, j, 1)
             for half in cutlass.range_constexpr(2):
                 offset = p.product_row(lane, 2 * half) * p.K + p.product_column(lane, 0, j)
                 far = cute.make_tensor(m.iterator + cute.assume(first + offset, divby=2), cute.make_layout(2))
-                near = cute.make_tensor(S.iterator + (4 * j + 2 * half), cute.make_layout(2))
+                near = cute.make_tensor(block.iterator + 2 * half, cute.make_layout(2))
                 if cutlass.const_expr(load):
                     cute.autovec_copy(far, near)
                 else:
                     cute.autovec_copy(near, far)
+            if cutlass.const_expr(load):
+                self.keep(S, j, block)
 
 
 def build(constants):

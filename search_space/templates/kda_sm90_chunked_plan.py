@@ -49,6 +49,9 @@ class Plan:
     prepare_blocks: int
     recurrence_blocks: int
     order: str
+    state: str
+    start: str
+    sweep: str
     debug: bool = False
 
     @classmethod
@@ -71,6 +74,9 @@ class Plan:
             prepare_blocks=number["PREPARE_BLOCKS"],
             recurrence_blocks=number["RECURRENCE_BLOCKS"],
             order=str(constants["ORDER"]),
+            state=str(constants["STATE"]),
+            start=str(constants["START"]),
+            sweep=str(constants["SWEEP"]),
             debug=bool(number.get("DEBUG", 0)),
         )
 
@@ -180,7 +186,7 @@ class Plan:
     def prepare_registers(self) -> int:
         """Estimate: q, k, g of two channels as they came, the raised keys, addressing."""
         raw = CHUNK * 2 * (2 * self.io_bytes + self.gate_bytes) // 4
-        return raw + CHUNK * 2 + 24
+        return raw + CHUNK * 2 + 16
 
     # Recurrence
 
@@ -211,6 +217,7 @@ class Plan:
             "records": self.stages * self.stage_bytes,
             "values": self.stages * self.warps * patch,
             "outputs": self.warps * patch,
+            "state": self.warps * TILE * self.K * 4 if self.state == "shared" else 0,
             "barriers": 2 * self.stages * 8,
         }
 
@@ -229,7 +236,8 @@ class Plan:
     @property
     def recurrence_registers(self) -> int:
         """Estimate: the state in fp32 and rounded, accumulators, fragments on their way, addressing."""
-        return self.K // 2 + self.K // 4 + 8 * (2 * self.partials + 1) + 34
+        held = self.K // 2 if self.state == "registers" else 0
+        return held + self.K // 4 + 8 * (2 * self.partials + 1) + 34
 
     # Both
 

@@ -350,6 +350,42 @@ def test_every_knob_changes_the_code_and_the_default_does_not_spill(build: Build
 
 
 @pytest.mark.compile
+@pytest.mark.timeout(200)
+def test_a_slot_is_freed_behind_the_next_output(build: Build) -> None:
+    """Reads of a record have returned when its slot is freed: the output before it needs them all.
+
+    A slot freed right behind its reads was overwritten too early on an H200 (value tile 128, debug).
+    """
+    default = KdaSm90ChunkedKnobs()
+    for knobs in (default, replace(default, loader="inline", value_tile=128, state="shared")):
+        ((compiled, _),) = build([TEMPLATE.unit(TEMPLATE.source, knobs, spec(), debug=True)])
+        ptx = compiled.files[".ptx"].decode()
+        assert ptx.count("mbarrier.arrive.shared") == 1  # what announces bytes is mbarrier.arrive.expect_tx
+        loop = ptx[: ptx.index("mbarrier.arrive.shared")]
+        assert loop.rindex("stmatrix") > loop.rindex("ldmatrix")
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(200)
+def test_where_the_state_is_and_when_the_recurrence_starts(build: Build) -> None:
+    default = replace(KdaSm90ChunkedKnobs(), recurrence_blocks=2)
+    kept, moved, early = (
+        each
+        for each in build(
+            [
+                TEMPLATE.unit(TEMPLATE.source, replace(default, **knobs), spec())
+                for knobs in ({}, {"state": "shared"}, {"start": "early"})
+            ]
+        )
+    )
+    assert moved[1].values["shared_bytes"] == kept[1].values["shared_bytes"] + 4 * TILE * 128 * 4
+    assert moved[1].values["spill_bytes"] == kept[1].values["spill_bytes"] == 0
+    found = [each.files[".ptx"].decode().count("griddepcontrol") for each, _ in (kept, early)]
+    assert found[0] == 0
+    assert found[1] == 3  # prepare lets the next grid go; warps that compute and the one that feeds wait
+
+
+@pytest.mark.compile
 def test_a_rewritten_stage_is_other_code_and_a_debug_build_writes_more(build: Build) -> None:
     tanh = (
         "    @cute.jit\n    def gate(self, g, slope, offset, lower_bound):\n"
