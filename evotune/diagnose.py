@@ -127,8 +127,10 @@ def candidate_of(setup: Setup, history: History, entry: Entry, source: Path | No
     if source is not None:
         try:
             text = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StudyError(f"cannot read {source}: {error}") from error
+        except OSError as error:
+            raise StudyError(f"cannot read {source}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise StudyError(f"{source} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         branch = replace(branch, source=text)
     return Candidate(branch, setup.space.decode(entry.asked.knobs))
 
@@ -140,7 +142,13 @@ def diagnose(setup: Setup, candidate: Candidate, bench: Workbench | None = None)
     """
     if setup.template.target != "host":
         raise StudyError(f"diagnose runs kernels here; those for {setup.template.target} cannot be")
-    bench = bench or Workbench.open(setup.operator, limits=setup.config.gate_limits, unsafe=setup.unsafe)
+    config = setup.config
+    bench = bench or Workbench.open(
+        setup.operator,
+        limits=config.gate_limits,
+        compiler=config.build_plan.compiler,
+        unsafe=setup.unsafe,
+    )
     libraries = _build(setup, candidate, bench, debug=False)
     if isinstance(libraries, Failed):
         return Diagnosis((), libraries, log=libraries.log)

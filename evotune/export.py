@@ -278,7 +278,10 @@ def _specialization_entry(spec: Specialization) -> SpecializationEntry:
 def _reproducible(kernel: Chosen, spec: Specialization, object_: bytes) -> bool | None:
     """Whether the object that the study judged has these very bytes; None when it is no longer kept."""
     digest = kernel.entry.judged.artifacts.get(spec.label) if kernel.entry.judged else None
-    entry = Cache(default_cache_directory()).get(digest) if digest else None
+    if digest is None:
+        return None
+    with closing(Cache(default_cache_directory())) as cache:
+        entry = cache.get(digest)
     if entry is None or not isinstance(entry.result, Artifact):
         return None
     return entry.result.object_path.read_bytes() == object_

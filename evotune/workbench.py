@@ -12,7 +12,7 @@ from typing import Self
 
 from evotune.errors import SandboxError
 from evotune.fitness.gate import Gate, GateLimits, Session
-from evotune.fitness.host_toolchain import HostToolchain
+from evotune.fitness.host_toolchain import Compiler, HostToolchain
 from evotune.fitness.inspection import inspect_object
 from evotune.fitness.link import Linker
 from evotune.fitness.operator import Operator
@@ -34,10 +34,21 @@ class Workbench:
     limits: GateLimits
 
     @classmethod
-    def open(cls, operator: Operator, *, limits: GateLimits | None = None, unsafe: bool = False) -> Self:
-        """Raises SandboxError where no walls hold, StudyError where no compiler works."""
+    def open(
+        cls,
+        operator: Operator,
+        *,
+        limits: GateLimits | None = None,
+        compiler: str = "",
+        unsafe: bool = False,
+    ) -> Self:
+        """With the compiler of that name, "" for the first there is.
+
+        Raises SandboxError where no walls hold, StudyError where no compiler works.
+        """
         sandbox = Sandbox.detect(unsafe=unsafe)
-        return cls(operator, Gate(operator), HostToolchain(sandbox), sandbox, limits or GateLimits())
+        toolchain = HostToolchain(sandbox, Compiler.find(compiler or None))
+        return cls(operator, Gate(operator), toolchain, sandbox, limits or GateLimits())
 
     def compile(self, unit: Unit) -> bytes | Failed:
         """The unit's object file, inspected. Raises SandboxError for trouble that is not the unit's."""

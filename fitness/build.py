@@ -34,9 +34,13 @@ class BuildPlan:
         workers: builds at once.
         limits: of one build.
         budget: largest allowed value of a resource by name, such as {"code_bytes": 1 << 20}.
+        compiler: of the host target: a program in PATH, a path or "zig"; "" for the first there is.
+        cache_mib: what built objects may take on disk; the longest unused go when a study starts.
     """
 
     workers: int = 2
+    compiler: str = ""
+    cache_mib: int = 1024
     limits: Limits = field(default_factory=Limits)
     budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -127,6 +131,7 @@ class Builder:
         """Finish what runs, drop what is queued."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.toolchain.close()
+        self._cache.close()
 
     def __enter__(self) -> "Builder":
         return self

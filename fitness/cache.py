@@ -3,21 +3,29 @@
 One directory per entry: the object, its companions, the compiler's whole output, and `entry.json` with the
 hash of each file and of itself. An entry appears by one rename, so a reader sees all of it or nothing; one
 that does not match its hashes is removed and built again.
+
+Its size is bounded when it is opened: whoever has it open holds a shared lock, and entries go, the longest
+unused first, only under the exclusive one. So no study loses an object that it still means to load.
 """
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from evotune.errors import StudyError
 from evotune.fitness.outcome import Artifact, Failed, Failure, Resources, Stage
 
 _ENTRY, _OBJECT, _LOG = "entry.json", "kernel.o", "build.log"
+_LOCK, _DRAFT = "lock", ".new-"
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,28 @@ class Parts:
 class Cache:
     """Safe to share between threads and processes."""
 
-    def __init__(self, directory: Path) -> None:
-        """Creates the directory. Raises OSError."""
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
+        """Make the directory, or bring it below `limit_bytes` unless another study has it open.
+
+        Raises StudyError when it cannot be written.
+        """
         self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._unlock = weakref.finalize(self, os.close, lock)
+            if limit_bytes is not None:
+                self._trim(lock, limit_bytes)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError as error:
+            raise StudyError(
+                f"built objects cannot be kept in {directory}: {error.strerror}; mend that, or set "
+                "XDG_CACHE_HOME to a directory that can be written"
+            ) from error
+
+    def close(self) -> None:
+        """Let others trim it: nothing that was got here is needed any more."""
+        self._unlock()
 
     def get(self, name: str) -> Entry | None:
         """The entry called `name` (a hex digest), or None when it is missing or damaged."""
@@ -87,16 +113,19 @@ class Cache:
         if not place.exists():
             return None
         try:
-            return self._read(place)
+            entry = self._read(place)
         except (ValueError, KeyError, TypeError, OSError):
             shutil.rmtree(place, ignore_errors=True)
             return None
+        with contextlib.suppress(PermissionError):  # another user made it
+            os.utime(place)  # last use, for `_trim`
+        return entry
 
     def put(self, name: str, parts: Parts) -> Entry:
         """Store and return the entry as `get` would. Raises OSError, for instance when the disk is full."""
         place = self._place(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=self.directory))
+        temporary = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.directory))
         try:
             contents = parts.contents()
             for file_name, data in contents.items():
@@ -107,6 +136,24 @@ class Cache:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return self._read(place)
+
+    def _trim(self, lock: int, limit_bytes: int) -> None:
+        """Remove what killed processes left half-written, then entries until the rest fits."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        for draft in self.directory.glob(f"{_DRAFT}*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        entries = [
+            (place.stat().st_mtime, _size_bytes(place), place) for place in self.directory.glob("??/*")
+        ]
+        excess = sum(size for _, size, _ in entries) - limit_bytes
+        for _, size, place in sorted(entries):
+            if excess <= 0:
+                return
+            shutil.rmtree(place, ignore_errors=True)
+            excess -= size
 
     def _place(self, name: str) -> Path:
         return self.directory / name[:2] / name
@@ -133,6 +180,11 @@ class Cache:
         kept = {**description["artifact"], "object_path": place / _OBJECT}
         kept["resources"] = Resources(kept["resources"])
         return Entry(Artifact(**kept), place / _LOG)
+
+
+def _size_bytes(place: Path) -> int:
+    """What an entry's files take on disk, in whole blocks."""
+    return sum(file.stat().st_blocks * 512 for file in place.iterdir())
 
 
 def _sealed(description: dict[str, Any]) -> str:

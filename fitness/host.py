@@ -7,7 +7,7 @@ from pathlib import Path
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.gate import Gate, GateLimits, Session
-from evotune.fitness.host_toolchain import HostToolchain
+from evotune.fitness.host_toolchain import Compiler, HostToolchain
 from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
@@ -45,19 +45,21 @@ class HostEvaluator(CompiledEvaluator[Runner]):
     ) -> None:
         """`cache` is where objects are kept (by default the user's cache directory).
 
-        Raises StudyError without a working compiler, SandboxError without walls, OSError.
+        Raises StudyError without a working compiler or a cache that can be written, SandboxError without
+        walls.
         """
         self._settings = settings or HostSettings()
         self._sandbox = sandbox or Sandbox.detect()
-        toolchain = HostToolchain(self._sandbox)
+        build = self._settings.build
+        toolchain = HostToolchain(self._sandbox, Compiler.find(build.compiler or None))
         linker = Linker(toolchain, self._sandbox)
-        store = Cache(cache or default_cache_directory())
+        store = Cache(cache or default_cache_directory(), build.cache_mib << 20)
         super().__init__(
             problem,
             objectives,
             level=self._settings.level,
             limits=self._settings.gate,
-            builder=Builder(toolchain, self._sandbox, store, self._settings.build, linker),
+            builder=Builder(toolchain, self._sandbox, store, build, linker),
             linker=linker,
         )
 
