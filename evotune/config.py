@@ -21,28 +21,34 @@ from evotune.mutators.client import LlmSettings
 from evotune.plugins import SAMPLERS, nearest
 
 # What may differ when a study is resumed: how far it goes and where it lies, never what it measures.
-MAY_CHANGE = frozenset({"study.trials", "study.time_limit_s", "study.directory", "mutation.llm.max_cost_usd"})
+MAY_CHANGE = frozenset(
+    {"study.trials", "study.time_limit_s", "study.directory", "mutation.llm.max_cost_usd", "build.cache_mib"}
+)
 _T = TypeVar("_T")
-_RULES = ConfigDict(extra="forbid", frozen=True, strict=True)
+_RULES = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class _Table(BaseModel):
     model_config = _RULES
 
 
-def _table_of(limits: type[Any]) -> type[BaseModel]:
-    """A table with the fields, types and defaults of a frozen dataclass; dataclasses inside become tables."""
+def _table_of(limits: type[Any], above: float | None = None) -> type[BaseModel]:
+    """A table with the fields, types and defaults of a frozen dataclass; dataclasses inside become tables.
+
+    Numbers must be greater than `above`.
+    """
     hints = get_type_hints(limits)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(limits):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            table = _table_of(kind)
+            table = _table_of(kind, above)
             fields[field.name] = (table, Field(default_factory=table))
         elif get_origin(kind) is Mapping:
             fields[field.name] = (dict[*get_args(kind)], Field(default_factory=dict))  # type: ignore[misc]
         else:
-            fields[field.name] = (kind, Field(default=field.default))
+            bound = above if kind in (int, float) else None
+            fields[field.name] = (kind, Field(default=field.default, gt=bound))
     model: type[BaseModel] = create_model(limits.__name__, __config__=_RULES, **fields)
     return model
 
@@ -59,7 +65,7 @@ def _fill(limits: type[_T], table: BaseModel) -> _T:
 class StudyTable(_Table):
     """[study]"""
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[^/\x00-\x1f\x7f]+$")
     template: str
     device: str = ""
     seed: int = Field(default=0, ge=0)
@@ -93,6 +99,9 @@ class ObjectivesTable(_Table):
     names: list[str] = Field(default=["speedup", "error", "complexity", "host_call"], min_length=1)
 
 
+_BUILD, _GATE, _TIMING = (_table_of(limits, above=0) for limits in (BuildPlan, GateLimits, TimingPlan))
+
+
 class StudyConfig(_Table):
     """A whole study.toml. `workload` tables are the operator's to read."""
 
@@ -101,9 +110,9 @@ class StudyConfig(_Table):
     mutation: MutationTable = MutationTable()
     objectives: ObjectivesTable = ObjectivesTable()
     workload: list[dict[str, Any]] = Field(min_length=1)
-    build: _table_of(BuildPlan) = Field(default_factory=_table_of(BuildPlan))  # type: ignore[valid-type]
-    gate: _table_of(GateLimits) = Field(default_factory=_table_of(GateLimits))  # type: ignore[valid-type]
-    timing: _table_of(TimingPlan) = Field(default_factory=_table_of(TimingPlan))  # type: ignore[valid-type]
+    build: _BUILD = Field(default_factory=_BUILD)  # type: ignore[valid-type]
+    gate: _GATE = Field(default_factory=_GATE)  # type: ignore[valid-type]
+    timing: _TIMING = Field(default_factory=_TIMING)  # type: ignore[valid-type]
 
     @property
     def build_plan(self) -> BuildPlan:

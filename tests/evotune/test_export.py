@@ -25,7 +25,7 @@ from evotune.verify import verify
 from tests.evotune import exports
 
 TABLES: dict[str, Any] = {
-    "study": {"name": "<b>small</b>", "template": "kda_host"},
+    "study": {"name": "<b>small", "template": "kda_host"},
     "timing": {"samples": 3, "empty_calls": 4},
     "workload": [
         {"name": "one", "group": "long", "length": 33, "K": 64, "V": 64},
