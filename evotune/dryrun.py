@@ -23,10 +23,11 @@ import numpy as np
 
 from evotune.errors import StudyError
 from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
-from evotune.fitness.host_toolchain import HostToolchain
+from evotune.fitness.host_toolchain import Compiler, HostToolchain
 from evotune.fitness.outcome import Failed, Resources, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, Toolchain
+from evotune.journal import writing
 from evotune.plugins import nearest
 from evotune.search_space.space import Space
 from evotune.search_space.template import Constant, Specialization, Unit, digest
@@ -42,9 +43,10 @@ _OBJECTIVES: Mapping[str, Mapping[str, bool]] = {
     "sm_90a": {"registers": False, "shared_bytes": False, "blocks_per_sm": True},
     "host": {"code_bytes": False, "stack_bytes": False},
 }
-TOOLCHAINS: Mapping[str, Callable[[Sandbox], Toolchain]] = {
-    "host": HostToolchain,
-    "sm_90a": lambda sandbox: CuteToolchain(),
+# Functions (sandbox, name of the C compiler or "") -> Toolchain.
+TOOLCHAINS: Mapping[str, Callable[[Sandbox, str], Toolchain]] = {
+    "host": lambda sandbox, compiler: HostToolchain(sandbox, Compiler.find(compiler or None)),
+    "sm_90a": lambda sandbox, compiler: CuteToolchain(),
 }
 BUILD_LIMITS = Limits(wall_s=60.0)
 FILE = "dry-run.json"
@@ -139,10 +141,12 @@ def run(setup: Setup, count: int, *, on_row: Callable[[Inspected], None] = lambd
     """A study's dry run, recorded in the study's storage and as `dry-run.json` in its directory.
 
     `on_row` is called for every row as it comes. Raises SandboxError, and StudyError: no toolchain for the
-    target, a storage that cannot be opened.
+    target, a directory that cannot be written, a storage that cannot be opened.
     """
+    with writing(setup.directory):
+        setup.directory.mkdir(parents=True, exist_ok=True)
     sandbox = Sandbox.detect(unsafe=setup.unsafe)
-    toolchain = toolchain_for(setup.template.target, sandbox)
+    toolchain = toolchain_for(setup.template.target, sandbox, setup.config.build_plan.compiler)
     seed, space = setup.config.study.seed, setup.space
     rows = []
     try:
@@ -160,19 +164,19 @@ def run(setup: Setup, count: int, *, on_row: Callable[[Inspected], None] = lambd
         legality=legality(space, seed),
         rows=tuple(rows),
     )
-    setup.directory.mkdir(parents=True, exist_ok=True)
     quiet()
-    record(found, space, storage_at(setup.directory, setup.storage_url))
-    text = json.dumps(found.as_json(), indent=1)
-    (setup.directory / FILE).write_text(text + "\n", encoding="utf-8")
+    with writing(setup.directory):
+        record(found, space, storage_at(setup.directory, setup.storage_url))
+        text = json.dumps(found.as_json(), indent=1)
+        (setup.directory / FILE).write_text(text + "\n", encoding="utf-8")
     return found
 
 
-def toolchain_for(target: str, sandbox: Sandbox) -> Toolchain:
+def toolchain_for(target: str, sandbox: Sandbox, compiler: str) -> Toolchain:
     """The compiler of a target. Raises StudyError when there is none or it is not installed."""
     if target not in TOOLCHAINS:
         raise StudyError(f"no toolchain for target {target}; {nearest(target, TOOLCHAINS)}")
-    return TOOLCHAINS[target](sandbox)
+    return TOOLCHAINS[target](sandbox, compiler)
 
 
 def legality(space: Space, seed: int) -> Legality:

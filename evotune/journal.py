@@ -10,6 +10,8 @@ anything depended on. Damage anywhere else is an error that names the line.
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -66,6 +68,15 @@ def read(directory: Path) -> Reading:
         records.append(record)
         whole += len(line)
     return Reading(tuple(records), whole, last_hash, "")
+
+
+@contextmanager
+def writing(directory: Path, mend: str = "") -> Iterator[None]:
+    """Disk trouble with any file in the directory becomes a StudyError that ends with `mend`."""
+    try:
+        yield
+    except OSError as error:
+        raise StudyError(f"cannot write in {directory}: {error.strerror or error}{mend}") from error
 
 
 class Journal:

@@ -29,7 +29,7 @@ from evotune.errors import DeviceLost, EvotuneError, PatchError, ProposalError, 
 from evotune.fitness.evaluation import Evaluation, Evaluator
 from evotune.fitness.outcome import Failed, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
-from evotune.journal import FILE, Journal, Lock, read
+from evotune.journal import FILE, Journal, Lock, read, writing
 from evotune.mutators.mutator import Mutator, Proposal, Request, Standing
 from evotune.pareto import ranked
 from evotune.records import Asked, BranchAdded, Judged, Record, Refusal, SessionBegun, StudyBegun
@@ -100,7 +100,7 @@ def begin(setup: Setup) -> Opened:
     """Make the study directory and its first records. Raises StudyError; then nothing new is left behind."""
     directory = setup.directory
     quiet()
-    with _writing(directory), _new_directory(directory), _locked(directory) as lock:
+    with writing(directory), _new_directory(directory), _locked(directory) as lock:
         if (directory / FILE).exists() and _began(read(directory).records):
             raise StudyError(
                 f"{directory} already holds a study; `python -m evotune resume {directory}` continues it, "
@@ -143,9 +143,9 @@ def resume(directory: Path, setup: Setup | None = None) -> Opened:
     if changed:
         raise StudyError(
             f"the study file changed since the study began: {'; '.join(changed)}; only trials, time_limit_s, "
-            "directory and max_cost_usd may change. Undo it, or begin again in another directory"
+            "directory, max_cost_usd and cache_mib may change. Undo it, or begin again in another directory"
         )
-    with _writing(directory), _locked(directory) as lock:
+    with writing(directory), _locked(directory) as lock:
         reading = read(directory)
         asked = [record for record in reading.records if isinstance(record, Asked)]
         if not setup.storage_url:
@@ -233,7 +233,7 @@ class StudyRun:
 
     def run(self) -> End:
         """Run to the end. Raises StudyError, DeviceLost, SandboxError; what was recorded stays recorded."""
-        with _writing(self.setup.directory):
+        with writing(self.setup.directory, "; mend that, then resume"):
             end = self._loop()
             for observer in self._observers:
                 observer.finished(self, end)
@@ -484,16 +484,6 @@ def _session(opened: Opened) -> Opened:
 
 def _told(note: str) -> tuple[str, ...]:
     return (note,) if note else ()
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    """Disk trouble in any file of the study becomes one line; what was recorded can be resumed."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StudyError(f"cannot write in {directory}: {reason}; mend that, then resume") from error
 
 
 @contextmanager

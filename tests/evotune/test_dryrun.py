@@ -69,7 +69,7 @@ def setup_of(tmp_path: Path, **study: Any) -> Setup:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dryrun, "toolchain_for", lambda target, sandbox: FakeToolchain())
+    monkeypatch.setattr(dryrun, "toolchain_for", lambda *_: FakeToolchain())
     FakeToolchain.closed = 0
     yield
     assert FakeToolchain.closed == 1
@@ -159,7 +159,7 @@ class TestRun:
     def test_a_second_dry_run_takes_the_place_of_the_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(dryrun, "toolchain_for", lambda target, sandbox: FakeToolchain())
+        monkeypatch.setattr(dryrun, "toolchain_for", lambda *_: FakeToolchain())
         setup = setup_of(tmp_path)
         dryrun.run(setup, 6)
         dryrun.run(setup, 4)
@@ -170,6 +170,15 @@ class TestRun:
         setup.directory.mkdir()
         optuna.create_study(study_name="toy-dry-run", storage=storage_at(setup.directory, ""))
         with pytest.raises(StudyError, match="toy-dry-run that is no dry run"):
+            dryrun.run(setup, 2)
+
+    @pytest.mark.parametrize("place", ["/proc/toy.study", "file"])
+    def test_a_directory_that_cannot_be_written_is_one_line_before_the_costly_part(
+        self, place: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        setup = setup_of(tmp_path, directory=str(tmp_path / place))
+        with pytest.raises(StudyError, match=f"^cannot write in {tmp_path / place}: "):
             dryrun.run(setup, 2)
 
     @pytest.mark.parametrize("as_json", [False, True])
@@ -187,7 +196,7 @@ class TestRun:
 
     def test_a_target_without_a_toolchain_is_one_line(self) -> None:
         with pytest.raises(StudyError, match="no toolchain for target sm_90; did you mean sm_90a"):
-            dryrun.toolchain_for("sm_90", Sandbox.detect())
+            dryrun.toolchain_for("sm_90", Sandbox.detect(), "")
 
 
 class TestShowing:
