@@ -43,9 +43,9 @@ StudyPath = Annotated[
     typer.Argument(metavar="[STUDY]", help="Study directory or study file; by default the latest one here."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Trials = Annotated[int | None, typer.Option(min=1, help="Candidates in all, instead of the file's.")]
+Trials = Annotated[int | None, typer.Option(help="Candidates in all, instead of the file's.")]
 TimeLimit = Annotated[
-    float | None, typer.Option("--time-limit", min=0, help="Seconds in all, instead of the file's.")
+    float | None, typer.Option("--time-limit", help="Seconds in all, instead of the file's.")
 ]
 Directory = Annotated[Path | None, typer.Option(help="Where the study lies, instead of the file's.")]
 Unsafe = Annotated[
@@ -87,19 +87,12 @@ def resume(
 ) -> None:
     """Continue a study that was interrupted, or give it more trials or time."""
     from evotune import study as loop
-    from evotune.setup import from_header
 
     directory = _directory(study)
     if study is not None and study.is_file():
         setup = replace(_setup(study, directory, trials, time_limit, unsafe), directory=directory)
     else:
-        begun = _history(directory).begun
-        tables = dict(begun.config)
-        changed = {"trials": trials, "time_limit_s": time_limit}
-        tables["study"] = tables["study"] | {
-            key: value for key, value in changed.items() if value is not None
-        }
-        setup = replace(from_header(tables, begun.base, directory), unsafe=unsafe)
+        setup = _recorded(directory, _history(directory), unsafe, trials=trials, time_limit_s=time_limit)
     _run(setup, lambda: loop.resume(directory, setup), as_json)
 
 
@@ -134,9 +127,7 @@ def show(
     history = _history(directory)
     entry = report.find(history, number)
     if layouts:
-        from evotune.setup import from_header
-
-        setup = from_header(history.begun.config, history.begun.base, directory)
+        setup = _recorded(directory, history)
         knobs = setup.space.decode(entry.asked.knobs)
         told = {spec.label: setup.template.layouts(knobs, spec) for spec in setup.specializations}
         print(json.dumps(told, indent=2) if as_json else "\n\n".join(f"{k}\n{v}" for k, v in told.items()))
@@ -162,11 +153,10 @@ def export(
     """Rebuild, judge and time the best kernels again, and write them as an importable directory."""
     from evotune.export import Job
     from evotune.export import export as make
-    from evotune.setup import from_header
 
     directory = _directory(study)
     history = _history(directory)
-    setup = replace(from_header(history.begun.config, history.begun.base, directory), unsafe=unsafe)
+    setup = _recorded(directory, history, unsafe)
     done = make(Job(setup, history, out, limit=limit, force=force, say=_say))
     if as_json:
         print(json.dumps(done.as_json(), indent=2))
@@ -213,11 +203,10 @@ def diagnose(
     from evotune import report
     from evotune.diagnose import candidate_of
     from evotune.diagnose import diagnose as look
-    from evotune.setup import from_header
 
     directory = _directory(study)
     history = _history(directory)
-    setup = replace(from_header(history.begun.config, history.begun.base, directory), unsafe=unsafe)
+    setup = _recorded(directory, history, unsafe)
     found = look(setup, candidate_of(setup, history, report.find(history, number), source))
     print(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(found.lines()))
     raise typer.Exit(0 if found.failed is None else 1)
@@ -311,11 +300,15 @@ def main() -> None:
         code = _told(f"{error}; `run --dry-run` samples, builds and inspects without a device", 2)
     except EvotuneError as error:
         code = _told(error, 1)
+    except OSError as error:
+        code = _told(_trouble(error), 1)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader went away. The interpreter's own last flush needs somewhere to go.
+    except OSError as error:
+        # The reader went away or the disk is full. The interpreter's last flush needs somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            code = _told(_trouble(error), 1)
     sys.exit(code)
 
 
@@ -336,6 +329,11 @@ def _terminable() -> Iterator[None]:
 def _told(message: object, code: int) -> int:
     print(f"evotune: {message}", file=sys.stderr)
     return code
+
+
+def _trouble(error: OSError) -> str:
+    """Of the machine, met where nothing more can be said about it."""
+    return f"{error.filename or 'output'}: {error.strerror or error}"
 
 
 def _say(line: str) -> None:
@@ -362,6 +360,15 @@ def _setup(
         "study.time_limit_s": time_limit,
     }
     return replace(resolve(load(study, overrides), study.absolute().parent), unsafe=unsafe)
+
+
+def _recorded(directory: Path, history: "History", unsafe: bool = False, **changed: Any) -> "Setup":
+    """The setup of a study that was begun, with those keys of [study] that `changed` gives a value."""
+    from evotune.setup import from_header
+
+    begun = history.begun
+    study = begun.config["study"] | {key: value for key, value in changed.items() if value is not None}
+    return replace(from_header({**begun.config, "study": study}, begun.base, directory), unsafe=unsafe)
 
 
 def _run(setup: "Setup", opening: Any, as_json: bool) -> None:

@@ -128,6 +128,36 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, old: str, new: st
         assert not (tmp_path / "toy.study").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trials", "0"), "[study] trials should be greater than 0, but is 0"),
+        (("--time-limit", "0"), "[study] time_limit_s should be greater than 0, but is 0.0"),
+        (("--time-limit", "nan"), "[study] time_limit_s should be"),
+    ],
+)
+def test_no_budget_is_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    for done in (
+        call("run", study_file(tmp_path), *arguments),
+        call("run", study_file(tmp_path), "--dry-run", *arguments),
+    ):
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert message in done.stderr
+    assert not (tmp_path / "toy.study").exists()
+
+
+def test_resuming_without_a_budget_is_one_line(done: Path) -> None:
+    resumed = call("resume", done, "--trials", "0")
+    assert (resumed.returncode, resumed.stderr.count("\n")) == (2, 1)
+    assert "trials should be greater than 0" in resumed.stderr
+
+
+@pytest.mark.parametrize("command", ["status {} --json", "status {}", "show 0 {} --source"])
+def test_a_full_disk_under_the_output_is_one_line(done: Path, command: str) -> None:
+    out = bash(f"{sys.executable} -m evotune {command.format(done)} > /dev/full")
+    assert (out.returncode, out.stderr) == (1, "evotune: output: No space left on device\n")
+
+
 def test_a_lost_device_is_one_line(tmp_path: Path) -> None:
     run = call("run", study_file(tmp_path, ("toy:device", "toy:losing_device")))
     assert run.returncode == 1
