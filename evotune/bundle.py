@@ -1,6 +1,8 @@
 """Writes an exported directory, whole or not at all.
 
 pareto/__init__.py, kda.py      the drop-in, importable without evotune
+pareto/__pycache__              an empty file: Python can neither keep nor find bytecode there, which it
+                                would load unchecked in place of the text that `verify` compared
 pareto/manifest.json            index, see `manifest`
 pareto/pareto.csv, pareto.html
 pareto/kernels/<id>/            manifest.json, source, object and library per specialization
@@ -11,6 +13,7 @@ import io
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +41,10 @@ class Dropin:
             f'__all__ = ["available", "{self.function}"]\n'
         )
         ours = files("evotune").joinpath(self.source).read_bytes()
-        return {f"{self.module}.py": ours, "__init__.py": package.encode()}
+        return {f"{self.module}.py": ours, "__init__.py": package.encode(), BYTECODE: b""}
 
 
+BYTECODE = "__pycache__"
 DROPINS = {"kda": Dropin("dropin_kda.py", "kda", "kda_forward")}
 REPORTS = ("pareto.csv", "pareto.html")
 _COLUMNS = (
@@ -77,8 +81,10 @@ def refuse_existing(out: Path, force: bool) -> None:
     """Raises StudyError where `write` would; call it before the costly part."""
     if not out.parent.is_dir():
         raise StudyError(f"{out.parent}: no such directory")
-    if not os.access(out.parent, os.W_OK):
-        raise StudyError(f"{out.parent}: cannot be written to")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise StudyError(f"{out.parent}: cannot be written to: {error.strerror}") from error
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise StudyError(f"{out}: exists and is not a directory")
     if not out.exists():

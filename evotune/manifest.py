@@ -311,9 +311,10 @@ class Folder:
             fd = os.open(name, flags, dir_fd=self.fd)
         except OSError as error:
             raise StudyError(f"{where}: cannot be read as a plain file ({error.strerror})") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StudyError(f"{where}: not a regular file")
         with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StudyError(f"{where}: not a regular file")
             data = file.read(limit + 1)
         if len(data) > limit:
             raise StudyError(f"{where}: larger than the {limit} bytes allowed")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evotune.bundle import DROPINS, REPORTS
+from evotune.bundle import BYTECODE, DROPINS, REPORTS
 from evotune.errors import StudyError
 from evotune.fitness.gate import GateReport
 from evotune.fitness.operator import Operator
@@ -137,9 +137,13 @@ def _findings(folder: Folder, index: Index, bench: Workbench, rebuild: bool) -> 
 def _dropin_problem(folder: Folder, index: Index, name: str) -> str:
     """The text that a user of the directory imports must be ours, whatever the index says of it."""
     ours = DROPINS[index.operator].texts()[name]
+    if name == BYTECODE and name not in folder.names():
+        return ""
     try:
         found = folder.read(name, len(ours))
     except StudyError as error:
+        if name == BYTECODE:
+            return "holds what Python may load in place of the drop-in: remove it, nothing is lost"
         return str(error)
     if found == ours:
         return ""

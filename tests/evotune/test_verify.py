@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -88,7 +90,7 @@ def test_an_honest_export_holds_and_rebuilds(honest: Path) -> None:
     kernel = found.findings[-1]
     assert found.held
     assert list(found.findings) == told
-    assert [f.name for f in found.findings] == ["kda.py", "__init__.py", "good"]
+    assert [f.name for f in found.findings] == ["kda.py", "__init__.py", "__pycache__", "good"]
     assert kernel.rebuilt is True
     assert kernel.worst_error is not None
     assert 0 < kernel.worst_error <= 1
@@ -189,6 +191,13 @@ def test_a_pipe_does_not_hang_it(copy: Path) -> None:
     assert "not a regular file" in problems(copy)["good"]
 
 
+@pytest.mark.parametrize("name", ["kernels/good/kernel.c", "kernels/good/manifest.json", "kda.py"])
+def test_a_directory_where_a_file_should_be(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    (copy / name).mkdir()
+    assert "not a regular file" in str(problems(copy))
+
+
 def test_a_huge_manifest_is_not_read(copy: Path) -> None:
     with (copy / "manifest.json").open("r+b") as file:
         file.truncate(manifest.MANIFEST_LIMIT + 1)
@@ -205,8 +214,21 @@ def test_a_changed_dropin_is_found(copy: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kda.cpython-311-x86_64-linux-gnu.so", "__pycache__", "kda"])
 def test_what_python_would_load_instead_is_found(copy: Path, name: str) -> None:
+    (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
     assert "in place of the drop-in" in problems(copy)[name]
+
+
+@pytest.mark.parametrize("how", ["from pareto import available", "sys.path[0] = 'pareto'; import kda"])
+def test_an_import_leaves_nothing_that_python_would_trust(copy: Path, how: str) -> None:
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, "-W", "error", "-c", f"import sys; {how}"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=copy.parent, env=surroundings, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert problems(copy) == {}
+    (copy / "__pycache__").unlink()
+    assert problems(copy) == {}
 
 
 def test_files_and_kernels_nobody_names_are_found(copy: Path) -> None:
