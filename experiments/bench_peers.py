@@ -24,6 +24,7 @@ import dataclasses
 import json
 import math
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -310,7 +311,9 @@ class Bench:
 
 
 def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    """Where outputs pass from process to process: half a gigabyte at once, so not a container's small tmpfs."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30 else None
 
 
 def _right(found: Mapping[str, Any]) -> bool:
@@ -411,7 +414,7 @@ class Results:
             rows.append([impl, *map(_mean, found)])
         leads = [[self._leads(contract, regime) for regime in span] for span in spans]
         rows.append(["evotune against the best peer", *(_mean(sum(lead, [])) for lead in leads)])
-        title = f"### {contract}: geometric mean of {base or 'nothing'}'s time over an implementation's"
+        title = f"### {contract}: geometric mean of {base or 'a peer'}'s time over an implementation's"
         return f"{title}\n\n{_table(rows)}"
 
     def _leads(self, contract: str, regime: str) -> list[float]:
