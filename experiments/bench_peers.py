@@ -311,7 +311,7 @@ class Bench:
 
 
 def _memory() -> str | None:
-    """Where outputs pass from process to process: half a gigabyte at once, so not a container's small tmpfs."""
+    """Where outputs pass between processes: half a gigabyte at once, so not a container's small tmpfs."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30 else None
 
