@@ -270,18 +270,6 @@ class Arena:
         found = [self._view(buffer) for buffer in placement.buffers if buffer.role == "workspace"]
         return found[0].copy() if found else np.empty(0, np.uint8)
 
-    def unwritten(self, placement: Placement, poison: int = POISON) -> str | None:
-        """Which output still holds poison and in how many elements; None when all were written."""
-        for buffer in placement.buffers:
-            width = _DTYPES[buffer.ctype].itemsize
-            if buffer.role != "output" or not buffer.size:
-                continue
-            found, wanted = self._against(buffer.start, buffer.start + buffer.size, poison)
-            left = int((found == wanted).reshape(-1, width).all(axis=1).sum())
-            if left:
-                return f"{left} of {buffer.size // width} elements of {buffer.name} were never written"
-        return None
-
     def _view(self, buffer: Buffer) -> Array:
         return self._bytes[buffer.start : buffer.start + buffer.size]
 
@@ -290,10 +278,6 @@ class Arena:
         whole = end // 4 * 4
         self._words[start // 4 : whole // 4] = word
         self._map[whole:end] = word.to_bytes(4, "little")[: end - whole]
-
-    def _against(self, start: int, end: int, word: int) -> tuple[Array, Array]:
-        """The bytes [start, end), and what they are when only `_fill` wrote them."""
-        return self._bytes[start:end], _pattern(start, end, word)
 
     def guard_bytes(self, placement: Placement) -> Array:
         """What the gaps of a placement hold, one after the other."""
@@ -350,16 +334,18 @@ def _bytes(array: Array | None, ctype: str) -> Array:
     return np.ascontiguousarray(array, dtype=_DTYPES[ctype]).reshape(-1).view(np.uint8)
 
 
-def _pattern(start: int, end: int, word: int) -> Array:
-    """Bytes [start, end) of an arena that is filled with a word from address 0 on."""
-    first = start // 4 * 4
-    filled = np.full((end - first + 3) // 4, word, np.uint32).view(np.uint8)
-    return filled[start - first : end - first]
-
-
 def _flat(array: Array) -> Array:
     """The bytes of an array, without a copy when it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def unwritten(outputs: Mapping[str, Array], poison: int = POISON) -> str | None:
+    """Which output still holds poison and in how many elements; None when all were written."""
+    for name, array in outputs.items():
+        left = int(_holds(_flat(array).reshape(-1, array.dtype.itemsize), poison).sum())
+        if left:
+            return f"{left} of {array.size} elements of {name} were never written"
+    return None
 
 
 def changed_bits(

@@ -19,7 +19,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from evotune.fitness.arena import GUARD, POISON, Arena, Flush, Placeable, Placement, changed_bits, nan_word
+from evotune.fitness.arena import (
+    GUARD,
+    POISON,
+    Arena,
+    Flush,
+    Placeable,
+    Placement,
+    changed_bits,
+    nan_word,
+    unwritten,
+)
 from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Call, Fault
@@ -101,11 +111,11 @@ class CaseBook:
 
 @dataclass(frozen=True)
 class Called:
-    """What one call left behind."""
+    """What one call left behind. `poison` is the word that its outputs held before it."""
 
     outputs: Mapping[str, Array]
     breach: str | None
-    unwritten: str | None
+    poison: int
     call: Call
 
 
@@ -213,8 +223,7 @@ class Session(Generic[Process]):
 
     def look(self, placement: Placement, case: Case, call: Call, poison: int = POISON) -> Called:
         arena = self.runner.arena
-        breach, unwritten = arena.breach(placement, case), arena.unwritten(placement, poison)
-        return Called(arena.outputs(placement), breach, unwritten, call)
+        return Called(arena.outputs(placement), arena.breach(placement, case), poison, call)
 
     def close(self) -> None:
         if self._runner is not None:
@@ -348,7 +357,8 @@ def compared(stage: Stage, name: str, case: Case, called: Called) -> CaseResult:
     worst = case.worst(called.outputs)
     if worst.ratio <= 1:
         return CaseResult(stage, name, worst.ratio)
-    detail = worst.detail if called.unwritten is None else f"{worst.detail}; {called.unwritten}"
+    left = unwritten(called.outputs, called.poison)
+    detail = worst.detail if left is None else f"{worst.detail}; {left}"
     return CaseResult(stage, name, worst.ratio, Failure.WRONG, detail)
 
 

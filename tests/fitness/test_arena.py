@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evotune.errors import StudyError
-from evotune.fitness.arena import ALIGN, GUARD, POISON, Arena, Flush, changed_bits, nan_word
+from evotune.fitness.arena import ALIGN, GUARD, POISON, Arena, Flush, changed_bits, nan_word, unwritten
 from tests.fitness.compiled import SIGNATURE
 from tests.rmsnorm import RMS_OPERATOR, RmsWorkload
 
@@ -60,10 +60,10 @@ def test_a_changed_input_is_seen(arena: Arena) -> None:
 def test_outputs_start_as_nan_and_poison_is_counted(arena: Arena) -> None:
     placement = arena.place(SIGNATURE, CASE, workspace_bytes=12)
     assert np.isnan(arena.outputs(placement)["y"]).all()
-    assert arena.unwritten(placement) == "60 of 60 elements of y were never written"
+    assert unwritten(arena.outputs(placement)) == "60 of 60 elements of y were never written"
     y = placement.buffers[2]
     arena._bytes[y.start : y.start + y.size - 4] = 0
-    assert arena.unwritten(placement) == "1 of 60 elements of y were never written"
+    assert unwritten(arena.outputs(placement)) == "1 of 60 elements of y were never written"
 
 
 def test_no_two_neighbouring_gaps_hold_the_same_word(arena: Arena) -> None:
