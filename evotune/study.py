@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from optuna.storages import BaseStorage
 
 from evotune import __version__, notes
-from evotune.config import changes
+from evotune.config import changes, parse
 from evotune.controller import SEED_BRANCH, Plan, Propose, Repair, Slot, decide, randomness
 from evotune.errors import DeviceLost, EvotuneError, PatchError, ProposalError, SandboxError, StudyError
 from evotune.fitness.evaluation import Evaluation, Evaluator
@@ -139,7 +139,9 @@ def resume(directory: Path, setup: Setup | None = None) -> Opened:
     history = fold(reading.records)
     if setup is None:
         setup = from_header(history.begun.config, history.begun.base, directory)
-    changed = changes(history.begun.config, setup.config.as_json())
+    # Parsed, so that a key which a later version added has its default on both sides.
+    then = parse(history.begun.config, str(directory))
+    changed = changes(then.as_json(), setup.config.as_json())
     if changed:
         raise StudyError(
             f"the study file changed since the study began: {'; '.join(changed)}; only trials, time_limit_s, "

@@ -14,6 +14,7 @@ from optuna.trial import TrialState
 from optuna_dashboard._note import get_note_from_system_attrs
 
 import evotune
+from evotune.config import StudyConfig
 from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
@@ -307,6 +308,24 @@ def test_more_trials_continue_a_finished_study_and_still_replay(tmp_path: Path) 
     loop = run_study(grown, resumed=True)
     assert len(loop.history.entries) == 21
     assert found(replay(setup.directory)) == found(loop.opened.records)
+
+
+def test_a_key_that_came_later_does_not_end_an_older_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal was begun without the key."""
+    path = study_file(tmp_path)
+    whole = StudyConfig.as_json
+
+    def older(config: StudyConfig) -> dict[str, Any]:
+        tables = whole(config)
+        return tables | {"build": {name: tables["build"][name] for name in ("workers", "limits")}}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StudyConfig, "as_json", older)
+        run_study(setup_of(path, trials=8))
+    loop = run_study(setup_of(path, trials=12), resumed=True)
+    assert len(loop.history.judged) == 12
 
 
 def test_a_changed_study_file_is_refused(tmp_path: Path) -> None:
