@@ -428,10 +428,9 @@ def _signals(stop: "Stop", line: "LiveLine") -> Iterator[None]:
 
 
 def _history(directory: Path) -> "History":
-    from evotune.history import fold
-    from evotune.journal import read
+    from evotune.history import load
 
-    return fold(read(directory).records)
+    return load(directory)
 
 
 def _directory(study: Path | None) -> Path:

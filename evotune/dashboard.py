@@ -24,8 +24,8 @@ from optuna.storages import BaseStorage
 from optuna_dashboard import save_plotly_graph_object, wsgi
 
 from evotune.errors import StudyError
-from evotune.history import History, fold
-from evotune.journal import FILE, Lock, read
+from evotune.history import History, load
+from evotune.journal import FILE, Lock
 from evotune.plots import figures
 from evotune.trials import ARTIFACTS, JOURNAL_FILE, mend, quiet, storage_at
 
@@ -48,7 +48,7 @@ def storage_of(directory: Path, url: str) -> BaseStorage:
         pass
     storage = storage_at(directory, url)
     if (directory / FILE).exists():
-        save_figures(fold(read(directory).records), storage)
+        save_figures(load(directory), storage)
     return storage
 
 

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from evotune.errors import StudyError
 from evotune.fitness.objectives import Column
 from evotune.fitness.outcome import Failed, Passed, Retry
+from evotune.journal import read
 from evotune.records import Asked, BranchAdded, Judged, Record, Refusal, StudyBegun
 
 
@@ -105,6 +107,14 @@ def primary(columns: Sequence[Column]) -> list[int]:
     """Indices of the columns that the search is for: the speedups, or all where there are none."""
     speeds = [i for i, column in enumerate(columns) if column.name.startswith("speedup")]
     return speeds or list(range(len(columns)))
+
+
+def load(directory: Path) -> History:
+    """The state of the study that lies in a directory. Raises StudyError when there is none."""
+    records = read(directory).records
+    if not records:
+        raise StudyError(f"the study in {directory} never began; `python -m evotune run` begins it")
+    return fold(records)
 
 
 def fold(records: Sequence[Record], before_step: int | None = None) -> History:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evotune.history import Entry, History, fold
-from evotune.journal import FILE, read
+from evotune.history import Entry, History, load
+from evotune.journal import FILE
 from evotune.notes import headline
 from evotune.pareto import front
 from evotune.records import verdict
@@ -29,7 +29,7 @@ def results(path: str | Path) -> "pd.DataFrame":
     import pandas as pd
 
     directory = Path(path)
-    history = fold(read(directory.parent if directory.name == FILE else directory).records)
+    history = load(directory.parent if directory.name == FILE else directory)
     best = {entry.asked.index for entry in front(history.columns, history.judged)}
     rows = [_row(history, entry, entry.asked.index in best) for entry in history.judged]
     index = pd.Index([entry.asked.index for entry in history.judged], name="candidate", dtype="int64")

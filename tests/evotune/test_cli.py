@@ -174,6 +174,15 @@ def test_there_is_nothing_to_show(tmp_path: Path) -> None:
     assert (resumed.returncode, "holds no study" in resumed.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["status", "resume", "export", "dashboard"])
+def test_a_study_killed_before_its_first_record_is_told(tmp_path: Path, command: str) -> None:
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "optuna.journal").touch()
+    told = call(command, tmp_path)
+    assert (told.returncode, told.stderr.count("\n")) == (2, 1)
+    assert f"the study in {tmp_path} never began; `python -m evotune run` begins it" in told.stderr
+
+
 def test_a_closed_pipe_is_no_traceback(done: Path) -> None:
     out = bash(f"{sys.executable} -m evotune status {done} --json | true; echo ${{PIPESTATUS[0]}}")
     assert "Traceback" not in out.stderr
