@@ -71,6 +71,27 @@ def test_a_study_is_exported_verified_and_diagnosed(study: Path) -> None:
     assert json.loads(right.stdout)["held"] is True
 
 
+@pytest.mark.parametrize(
+    ("build", "cache", "message"),
+    [
+        ('compiler = "no-such-cc"', "cache", "the compiler 'no-such-cc' was not found: install gcc"),
+        ('compiler = "false"', "cache", "does not"),
+        ("workers = 1", "file", "built objects cannot be kept in"),
+    ],
+)
+def test_what_cannot_build_is_one_line(tmp_path: Path, build: str, cache: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "small.toml").write_text(f"{STUDY}\n[build]\n{build}\n")
+    for more in ((), ("--dry-run",)) if cache == "cache" else ((),):
+        command = [sys.executable, "-m", "evotune", "run", str(tmp_path / "small.toml"), *more]
+        surroundings = environment(XDG_CACHE_HOME=str(tmp_path / cache))
+        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True)
+        lines = done.stderr.strip().splitlines()
+        assert (done.returncode, len(lines)) == (2, 1), done.stderr
+        assert message in lines[0]
+        assert not (tmp_path / "small.study" / "journal.jsonl").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_an_export_leaves_nothing(study: Path, tmp_path: Path, number: int) -> None:
     (tmp_path / "scratch").mkdir()
