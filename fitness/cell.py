@@ -75,6 +75,7 @@ class Cell:
         scratch: the only writable directory and the working directory; None for none.
         read_only: files and directories shown at their own paths beside the system's (see `python_paths`).
         devices: device nodes shown, such as those of one GPU.
+        hidden: files of the shown directories that are empty inside. Only bubblewrap can.
         environment: all of it; PATH, LC_ALL and TMPDIR are added unless given. Never pass keys.
         pass_fds: descriptors that stay open under their numbers.
         filter: seccomp program from the start (see `evotune.fitness.seccomp`), or None.
@@ -83,6 +84,7 @@ class Cell:
     scratch: Path | None = None
     read_only: tuple[Path, ...] = ()
     devices: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     pass_fds: tuple[int, ...] = ()
     filter: bytes | None = field(default_factory=default_filter)
@@ -280,6 +282,8 @@ def _mounts(cell: Cell) -> list[str]:
         line += _shown(path)
     for path in cell.devices:
         line += ["--dev-bind", str(path), str(path)]
+    for path in cell.hidden:
+        line += ["--ro-bind", "/dev/null", str(path.resolve())]
     if cell.scratch is None:
         return [*line, "--remount-ro", "/", "--chdir", "/"]
     return [*line, "--bind", str(cell.scratch), _SCRATCH, "--remount-ro", "/", "--chdir", _SCRATCH]

@@ -25,9 +25,9 @@ import numpy as np
 
 from evotune.errors import DeviceError, SandboxError
 from evotune.fitness import _cuda_child as child
-from evotune.fitness import _runner_child
+from evotune.fitness import _runner_child, seccomp
 from evotune.fitness.arena import NULL, Buffer, Placement, dtype_of, lay_out
-from evotune.fitness.cell import Cell, Limits, default_filter
+from evotune.fitness.cell import Cell, Limits
 from evotune.fitness.operator import Array, DeviceParameter, Spread
 from evotune.fitness.outcome import Failure
 from evotune.fitness.runner import Call, Fault, Loadable, Worker
@@ -106,7 +106,7 @@ class CudaCell:
         """Start the script. Raises SandboxError, OSError."""
         paths = [str(path) for path in self.paths]
         spec = {**spec, "paths": paths, "runtime": str(self.runtime)}
-        checker = self.checker or Checker((), None, default_filter(), {})
+        checker = self.checker or Checker((), None, _filter(), {})
         command = [*checker.command, sys.executable, "-I", "-S", str(self.script), json.dumps(spec)]
         shown = [*python_paths(), _SCRIPT, _WIRE, self.script, self.runtime.parent, *self.paths]
         if self.devices:
@@ -130,6 +130,11 @@ class CudaCell:
             limits=_limits(),
         )
         return self.sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _filter() -> bytes | None:
+    """cuInit makes a socket and gives up, with error 304, when that is refused (seen on driver 580)."""
+    return seccomp.build_filter(sockets=True) if seccomp.supported() else None
 
 
 def _limits() -> Limits:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from evotune.search_space.template import Language, Unit, digest
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a --keep-cubin --keep-ptx"
 _JOBS_PER_ZYGOTE = 200  # then a fresh one: whatever leaks in the parent of the forks stays bounded
+_LLVM_THREADS = 16 * (os.cpu_count() or 1)  # 64 were too few for a compile on 16 cores: pthread_create failed
 _START_S = 60.0
 _STARTS_AT_ONCE = 8
 _GRACE_S = 5.0  # beyond the job's own limit before the whole sandbox is killed
@@ -169,7 +171,8 @@ class _Zygote:
                 "CUTE_DSL_DISABLE_FILE_CACHING": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
             },
-            limits=limits,
+            hidden=_drivers(),
+            limits=replace(limits, processes=limits.processes + _LLVM_THREADS),
         )
         self._child: Child = self._stack.enter_context(
             sandbox.popen(command, cell, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -369,6 +372,14 @@ def _code_bytes(code: bytes) -> int:
         return sum(section.size for section in Elf(device).sections if section.name.startswith(".text."))
     except ElfError:
         return 0
+
+
+def _drivers() -> tuple[Path, ...]:
+    """NVIDIA driver libraries that the loader would find. Without a device in its cell the DSL does not need
+    one, and asks it all the same: cuInit then ended compiles with SIGSEGV on a machine that has a GPU."""
+    lines = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+    found = {line.split("=>")[1].strip() for line in lines.splitlines() if "libcuda.so" in line}
+    return tuple(sorted({Path(name).resolve() for name in found if Path(name).exists()}))
 
 
 def _cuobjdump() -> Path | None:

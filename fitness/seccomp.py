@@ -171,16 +171,19 @@ def _decide_by_bits(number: int, argument: int, bits: int, if_set: int, if_clear
     return _instruction(_EQUAL, number, 0, len(body) // 8) + body
 
 
-def build_filter(machine: str | None = None, *, keep_group: bool = False) -> bytes:
+def build_filter(machine: str | None = None, *, keep_group: bool = False, sockets: bool = False) -> bytes:
     """For compilers: forbidden calls answer EPERM, so a program that tries one degrades instead of dying.
 
     `clone3` answers ENOSYS because its flags lie behind a pointer a filter cannot read; libc then falls back
     to `clone`, whose namespace flags are refused. `keep_group` also refuses to leave the process group.
+    `sockets` lets them be made, for programs that do not work without: in a network namespace of its own a
+    process reaches nobody with them.
     """
     numbers = _Numbers(machine or platform.machine())
     denied = _ERRNO | errno.EPERM
     program = _prologue(numbers.machine, denied)
-    for number in numbers.of(_NEVER_BUILDING + (_KEEPS_ITS_GROUP if keep_group else ())):
+    never = _NEVER_BUILDING + (_KEEPS_ITS_GROUP if keep_group else ())
+    for number in numbers.of(name for name in never if not (sockets and name == "socket")):
         program += _decide(number, denied)
     for number in numbers.of(["clone3"]):
         program += _decide(number, _ERRNO | errno.ENOSYS)

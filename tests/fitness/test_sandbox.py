@@ -286,3 +286,11 @@ def test_machine_without_bwrap_is_told_to_install_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     with pytest.raises(SandboxError, match="bwrap is not installed"):
         Sandbox.detect()
+
+
+def test_a_hidden_file_is_empty_inside() -> None:
+    found = next(
+        path for path in Path("/usr/lib").rglob("*.so.*") if path.is_file() and not path.is_symlink()
+    )
+    assert bubblewrap().run(["wc", "-c", str(found)], Cell()).stdout.text.split()[0] != "0"
+    assert bubblewrap().run(["wc", "-c", str(found)], Cell(hidden=(found,))).stdout.text.split()[0] == "0"
