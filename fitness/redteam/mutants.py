@@ -83,6 +83,12 @@ MUTANTS: tuple[Entry, ...] = (
         evolve=(9, 34),
     ),
     _chunk(
+        "Neumann series in short chunks",
+        "the same where powers of a explode less: only keys that repeat show it",
+        (_SOLVE, _NEUMANN % "C"),
+        evolve=(9, 34),
+    ),
+    _chunk(
         "wrong triangle",
         "a is read transposed in the substitution",
         ("r[i][v] -= a[i][j] * r[j][v];", "r[i][v] -= a[j][i] * r[j][v];"),
