@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from evotune.reference_kda import KDA, REGIMES, KdaCase, Workload, solve
+from evotune.reference_kda.tolerance import honest_results
+from evotune.reference_kda.workload import draw_inputs
 from evotune.search_space.template import Specialization
 from tests.reference_kda.kernels import (
     HONEST_BFLOAT16,
@@ -41,6 +43,15 @@ def test_honest_kernels_are_inside_on_few_tokens(length: int, dtype: str) -> Non
         solved = solve(Workload("w", "g", (length,), K=64, V=64, dtype=dtype, regime=regime), seed)
         ratios = {name: ratio(kernel, solved) for name, kernel in HONEST[dtype].items()}
         assert max(ratios.values()) <= 1, (regime, ratios)
+
+
+@pytest.mark.parametrize("dtype", HONEST)
+def test_a_token_alone_has_as_many_witnesses_in_a_long_pack(dtype: str) -> None:
+    def members(*lengths: int) -> int:
+        w = Workload("w", "g", lengths, K=64, V=64, dtype=dtype)
+        return len(honest_results(draw_inputs(w, 0), w.contract, dtype, w.scale, 0))
+
+    assert members(1, 600) == members(1) > members(601)
 
 
 @pytest.fixture(scope="module")
