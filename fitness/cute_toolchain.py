@@ -38,7 +38,9 @@ from evotune.search_space.template import Language, Unit, digest
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch=sm_90a --keep-cubin --keep-ptx"
 _JOBS_PER_ZYGOTE = 200  # then a fresh one: whatever leaks in the parent of the forks stays bounded
-_LLVM_THREADS = 16 * (os.cpu_count() or 1)  # 64 were too few for a compile on 16 cores: pthread_create failed
+_CORES = os.cpu_count() or 1
+_LLVM_THREADS = 16 * _CORES
+_LLVM_THREAD_BYTES = 256 << 20  # addresses of a stack and a heap; on 16 cores pthread_create failed without
 _START_S = 60.0
 _STARTS_AT_ONCE = 8
 _GRACE_S = 5.0  # beyond the job's own limit before the whole sandbox is killed
@@ -169,10 +171,11 @@ class _Zygote:
             environment={
                 "HOME": "/tmp",
                 "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+                "MALLOC_ARENA_MAX": "2",
                 "PYTHONDONTWRITEBYTECODE": "1",
             },
             hidden=_drivers(),
-            limits=replace(limits, processes=limits.processes + _LLVM_THREADS),
+            limits=_with_threads(limits),
         )
         self._child: Child = self._stack.enter_context(
             sandbox.popen(command, cell, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -372,6 +375,16 @@ def _code_bytes(code: bytes) -> int:
         return sum(section.size for section in Elf(device).sections if section.name.startswith(".text."))
     except ElfError:
         return 0
+
+
+def _with_threads(limits: Limits) -> Limits:
+    """LLVM starts a thread per core in every compile, whatever the study allows a compiler."""
+    memory = limits.memory_bytes
+    return replace(
+        limits,
+        processes=limits.processes + _LLVM_THREADS,
+        memory_bytes=None if memory is None else memory + _CORES * _LLVM_THREAD_BYTES,
+    )
 
 
 def _drivers() -> tuple[Path, ...]:
