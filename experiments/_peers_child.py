@@ -310,7 +310,8 @@ class Evotune:
         constants = (("K", DIM), ("V", DIM), ("contract", entry["contract"]))
         spec = Specialization("kda", "bfloat16", constants)
         knobs = template.knobs(**entry["knobs"])
-        return int(template.workspace_bytes(knobs, spec, len(case.lengths), case.tokens, case.heads))
+        sizes = {"N": len(case.lengths), "T": case.tokens, "HV": case.heads}
+        return int(template.workspace_bytes(knobs, spec, sizes))
 
     def _poisoned(self, size: int) -> Tensor:
         """One workspace for all variants, as a caller would keep one."""

@@ -99,14 +99,14 @@ class KdaSm90ChunkedTemplate:
         self,
         knobs: KdaSm90ChunkedKnobs,
         spec: Specialization,
-        N: int,
-        T: int,
-        HV: int,
+        sizes: Mapping[str, int],
         *,
         debug: bool = False,
     ) -> int:
-        """What the caller must hand over for N sequences of T tokens in all; aligned to 128 bytes."""
-        return int(self._plan(knobs, spec, debug=debug).workspace(N, T, HV)["end"])
+        """What the caller must hand over for a call's sizes N, T and HV, aligned to 128 bytes: a multiple of
+        that."""
+        plan = self._plan(knobs, spec, debug=debug)
+        return int(plan.workspace(sizes["N"], sizes["T"], sizes["HV"])["end"])
 
     def unit(
         self, source: str, knobs: KdaSm90ChunkedKnobs, spec: Specialization, *, debug: bool = False

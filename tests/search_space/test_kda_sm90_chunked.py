@@ -25,6 +25,8 @@ from evotune.search_space.templates.kda_sm90_chunked_plan import CHUNK, SHARED_L
 Real = npt.NDArray[np.float64]
 LANES = range(WARP)
 
+SIZES = {"N": 3, "T": 100, "HV": 4}
+
 
 def spec(contract: str = "production", K: int = 128, V: int = 128, dtype: str = "bfloat16") -> Specialization:
     return Specialization("kda", dtype, (("K", K), ("V", V), ("contract", contract)))
@@ -182,8 +184,8 @@ class TestSlots:
         debug = plan(debug=True).workspace(3, 100, 4)
         assert debug["state"] - debug["u"] == (100 // 16 + 3) * 4 * 16 * 128 * 4
         assert debug["end"] - debug["state"] == (100 // 16 + 3) * 4 * 128 * 128 * 4
-        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), 3, 100, 4) == placed["end"]
-        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), 3, 100, 4, debug=True) == debug["end"]
+        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), SIZES) == placed["end"]
+        assert TEMPLATE.workspace_bytes(KdaSm90ChunkedKnobs(), spec(), SIZES, debug=True) == debug["end"]
 
     def test_a_record_is_dense_and_aligned_for_bulk_copies(self) -> None:
         for K in (64, 128):
