@@ -5,13 +5,15 @@
     python experiments/bench_host.py search SWEEP.csv           the sampler against random search, replayed
     python experiments/bench_host.py overheads                  start-up, decisions, builds, the screen gate
 
-Run it on a quiet machine. Ratios come from kernels timed in one process, interleaved with the default kernel;
+Run it on a quiet machine, with evotune installed or PYTHONPATH=. from a checkout. Ratios come from kernels
+timed in one process, interleaved with the default kernel;
 absolute times are this machine's own.
 """
 
 import argparse
 import csv
 import dataclasses
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,9 @@ from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+# As the command line does, before numpy loads: see evotune/cli.py.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
