@@ -3,7 +3,13 @@
 import sys
 import xml.etree.ElementTree as ET
 
-ALLOWED = ("needs a CUDA device", "full form: run with --full", "measured spaces are not at hand")
+ALLOWED = (
+    "needs a CUDA device",
+    "full form: run with --full",
+    "measured spaces are not at hand",
+    "needs clang",  # a second compiler; gcc's form of the same tests is required
+    "root may write everywhere",
+)
 
 suite = ET.parse(sys.argv[1]).getroot()
 cases = list(suite.iter("testcase"))

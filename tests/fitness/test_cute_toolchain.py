@@ -273,11 +273,11 @@ def test_nothing_of_one_job_is_seen_by_the_next(toolchain: CuteToolchain, sandbo
     )
     look = (
         "import os\n\n\ndef build(constants):\n"
-        "    places = [sorted(os.listdir(p)) for p in ('..', '/tmp', '/dev/shm')]\n"
-        "    raise ValueError(places, len([p for p in os.listdir('/proc') if p.isdigit()]))\n"
+        "    planted = [p for p in ('..', '/tmp', '/dev/shm') if 'planted' in os.listdir(p)]\n"
+        "    raise ValueError(planted, len([p for p in os.listdir('/proc') if p.isdigit()]))\n"
     )
     for text in (leave, look):
         result = build(toolchain, sandbox, replace(UNIT, text=text))
         assert isinstance(result, CompileError)
     # The processes: the namespace's first, the one that forks, and the job itself.
-    assert result.failed.detail == "ValueError: ([['job'], [], []], 3)"
+    assert result.failed.detail == "ValueError: ([], 3)"

@@ -289,7 +289,9 @@ def test_machine_without_bwrap_is_told_to_install_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_hidden_file_is_empty_inside() -> None:
-    found = next(path for path in Path("/usr/lib").rglob("*.so.*") if path.is_file() and not path.is_symlink())
+    found = next(
+        path for path in Path("/usr/lib").rglob("*.so.*") if path.is_file() and not path.is_symlink()
+    )
     command = ["cat", str(found)]
     assert bubblewrap().run(command, Cell()).stdout.text
     assert not bubblewrap().run(command, Cell(hidden=(found,))).stdout.text
