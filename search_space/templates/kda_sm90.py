@@ -6,14 +6,14 @@ the plan.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from typing import Any
 
 from evotune.search_space.space import knob
-from evotune.search_space.template import Constant, Language, Specialization, Unit
+from evotune.search_space.template import Language, Specialization, Unit
 from evotune.search_space.templates.kda_sm90_plan import WARP, Plan
+from evotune.search_space.templates.sm90 import constants, standalone
 
 _PLAN_IMPORT = "from evotune.search_space.templates.kda_sm90_plan import ALIGNMENT_BYTES, WARP, Plan\n"
 
@@ -57,11 +57,7 @@ class KdaSm90Template:
 
     @cached_property
     def source(self) -> str:
-        here = files("evotune.search_space.templates")
-        kernel = here.joinpath("kda_sm90_kernel.py").read_text(encoding="utf-8")
-        plan = here.joinpath("kda_sm90_plan.py").read_text(encoding="utf-8")
-        head, tail = kernel.split(_PLAN_IMPORT)
-        return f"{head}\n{plan}\n{tail}"
+        return standalone("kda_sm90", _PLAN_IMPORT)
 
     def default(self, spec: Specialization) -> KdaSm90Knobs:
         return KdaSm90Knobs()
@@ -83,7 +79,7 @@ class KdaSm90Template:
             language=self.language,
             text=source,
             entry="kda_forward",
-            constants=tuple(sorted(_constants(knobs, spec).items())),
+            constants=constants(knobs, spec),
             debug=debug,
         )
 
@@ -109,17 +105,6 @@ class KdaSm90Template:
 
 
 TEMPLATE = KdaSm90Template()
-
-
-def _constants(knobs: KdaSm90Knobs, spec: Specialization) -> dict[str, Constant]:
-    constants: dict[str, Constant] = {
-        field.name.upper(): getattr(knobs, field.name) for field in fields(KdaSm90Knobs)
-    }
-    constants["K"] = spec.integer("K")
-    constants["V"] = spec.integer("V")
-    constants["PRODUCTION"] = int(spec["contract"] == "production")
-    constants["IO_BF16"] = int(spec.dtype == "bfloat16")
-    return constants
 
 
 def _grid(plan: Plan) -> str:

@@ -6,14 +6,14 @@ replaced by the plan.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from typing import Any
 
 from evotune.search_space.space import knob
-from evotune.search_space.template import Constant, Language, Specialization, Unit
+from evotune.search_space.template import Language, Specialization, Unit
 from evotune.search_space.templates.kda_sm90_chunked_plan import CHUNK, TILE, Plan
+from evotune.search_space.templates.sm90 import constants, standalone
 
 _PLAN_IMPORT = (
     "from evotune.search_space.templates.kda_sm90_chunked_plan "
@@ -78,11 +78,7 @@ class KdaSm90ChunkedTemplate:
 
     @cached_property
     def source(self) -> str:
-        here = files("evotune.search_space.templates")
-        kernel = here.joinpath("kda_sm90_chunked_kernel.py").read_text(encoding="utf-8")
-        plan = here.joinpath("kda_sm90_chunked_plan.py").read_text(encoding="utf-8")
-        head, tail = kernel.split(_PLAN_IMPORT)
-        return f"{head}\n{plan}\n{tail}"
+        return standalone("kda_sm90_chunked", _PLAN_IMPORT)
 
     def default(self, spec: Specialization) -> KdaSm90ChunkedKnobs:
         return KdaSm90ChunkedKnobs()
@@ -115,7 +111,7 @@ class KdaSm90ChunkedTemplate:
             language=self.language,
             text=source,
             entry="kda_forward",
-            constants=tuple(sorted(_constants(knobs, spec).items())),
+            constants=constants(knobs, spec),
             debug=debug,
         )
 
@@ -136,17 +132,6 @@ class KdaSm90ChunkedTemplate:
 
 
 TEMPLATE = KdaSm90ChunkedTemplate()
-
-
-def _constants(knobs: KdaSm90ChunkedKnobs, spec: Specialization) -> dict[str, Constant]:
-    constants: dict[str, Constant] = {
-        field.name.upper(): getattr(knobs, field.name) for field in fields(KdaSm90ChunkedKnobs)
-    }
-    constants["K"] = spec.integer("K")
-    constants["V"] = spec.integer("V")
-    constants["PRODUCTION"] = int(spec["contract"] == "production")
-    constants["IO_BF16"] = int(spec.dtype == "bfloat16")
-    return constants
 
 
 def _grids(plan: Plan) -> str:
