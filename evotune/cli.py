@@ -286,10 +286,11 @@ def main() -> None:
     code: str | int | None
     try:
         with _terminable():
-            app()
-        code = 0
+            code = app(standalone_mode=False) or 0
     except SystemExit as ended:
         code = ended.code
+    except typer.TyperException as error:
+        code = _told(_usage(error), error.exit_code) if error.format_message() else error.exit_code
     except KeyboardInterrupt:
         code = _told("interrupted; nothing half-done is left", 128 + signal.SIGINT)
     except StudyError as error:
@@ -329,6 +330,15 @@ def _terminable() -> Iterator[None]:
 def _told(message: object, code: int) -> int:
     print(f"evotune: {message}", file=sys.stderr)
     return code
+
+
+def _usage(error: typer.TyperException) -> str:
+    """A mistake in the command line, and where its mend stands."""
+    what = error.format_message().rstrip(".")
+    command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    known = any(made.callback and made.callback.__name__ == command for made in app.registered_commands)
+    asking = f"python -m evotune {command} --help" if known else "python -m evotune --help"
+    return f"{what[:1].lower()}{what[1:]} (see `{asking}`)"
 
 
 def _trouble(error: OSError) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evotune.cli import main
 from evotune.history import fold
 from evotune.journal import read
 from tests.evotune.toy import ROOT, STUDY, call, environment, study_file
@@ -144,6 +145,42 @@ def test_no_budget_is_one_line(tmp_path: Path, arguments: tuple[str, ...], messa
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert message in done.stderr
     assert not (tmp_path / "toy.study").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("runn a.toml", "no such command 'runn'. Did you mean 'run'? (see `python -m evotune --help`)"),
+        ("--bad", "no such option: --bad (see `python -m evotune --help`)"),
+        ("run --bad", "no such option: --bad (see `python -m evotune run --help`)"),
+        (
+            "run a.toml --trials",
+            "option '--trials' requires an argument (see `python -m evotune run --help`)",
+        ),
+        ("run a b c", "got unexpected extra argument(s) (b c) (see `python -m evotune run --help`)"),
+        ("show", "missing argument 'N' (see `python -m evotune show --help`)"),
+        ("export --limit -3", "invalid value for '--limit': "),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m evotune", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert told.err.startswith(f"evotune: {message}")
+
+
+def test_no_command_at_all_is_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m evotune"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Commands" in capsys.readouterr().out
 
 
 def test_resuming_without_a_budget_is_one_line(done: Path) -> None:
