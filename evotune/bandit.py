@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from evotune.history import History, primary
-from evotune.pareto import Floats, losses, ranks
+from evotune.pareto import losses
+from evotune.search_space.forest import Floats
+from evotune.search_space.ranks import ranks
 
 _BEST = 3
 # Rank units. At 8 candidates of 200 the allowance is 0.2, at 100 of 200 it is 0.06.

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from evotune.fitness.objectives import Column
 from evotune.history import Entry, History, primary, value_of
-
-Floats = npt.NDArray[np.float64]
+from evotune.search_space.forest import Floats
+from evotune.search_space.ranks import ranks
 
 
 def losses(columns: Sequence[Column], entries: Sequence[Entry]) -> Floats:
@@ -45,15 +44,6 @@ def best_per_column(columns: Sequence[Column], entries: Sequence[Entry]) -> dict
         return {}
     table = losses(columns, passed)
     return {column.name: passed[int(table[:, j].argmin())] for j, column in enumerate(columns)}
-
-
-def ranks(table: Floats) -> Floats:
-    """[candidates, columns] losses → ranks in [0, 1] per column, 0 best, equal losses equal ranks."""
-    found = np.zeros_like(table)
-    for j, column in enumerate(table.T):
-        levels, where = np.unique(column, return_inverse=True)
-        found[:, j] = where / max(len(levels) - 1, 1)
-    return found
 
 
 def ranked(history: History, entries: Sequence[Entry]) -> list[Entry]:

@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from evotune.errors import StudyError
 from evotune.search_space.forest import Floats, Growth, Ints, fit
+from evotune.search_space.ranks import ranks
 from evotune.search_space.space import Cell, Space
 
 _TRIES_FOR_NEW = 64
@@ -256,22 +257,13 @@ def _weighting(objectives: int, primary: Sequence[int] | None, rng: np.random.Ge
     return weights
 
 
-def _ranks(losses: Floats) -> Floats:
-    """[trials, objectives] → ranks in [0, 1] per column, 0 best, equal losses equal ranks."""
-    ranks = np.empty_like(losses)
-    for j, column in enumerate(losses.T):
-        levels, where = np.unique(column, return_inverse=True)
-        ranks[:, j] = where / max(len(levels) - 1, 1)
-    return ranks
-
-
 def _lesson(told: Told, weights: Floats, scale: float, good: float) -> _Lesson:
     """Mark the best part of a branch's candidates; the best of them weigh twice the last of them."""
     passed = np.flatnonzero(np.isfinite(told.losses).all(axis=1))
     target, mass = np.zeros(len(told.cells)), np.full(len(told.cells), scale)
     if not len(passed):
         return _Lesson(told.cells, target, mass, passed)
-    best = passed[np.argsort(_ranks(told.losses[passed]) @ weights, kind="stable")]
+    best = passed[np.argsort(ranks(told.losses[passed]) @ weights, kind="stable")]
     count = min(len(best), max(3, int(np.ceil(good * len(told.cells)))))
     target[best[:count]] = 1.0
     mass[best[:count]] *= 1.0 + (count - np.arange(count)) / count
