@@ -12,6 +12,7 @@ from pathlib import Path
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness import elf
+from evotune.fitness.cute_toolchain import FOREIGN
 from evotune.fitness.elf import Elf, ElfError
 from evotune.fitness.host_toolchain import Compiler
 from evotune.fitness.inspection import refused
@@ -102,7 +103,16 @@ def why_not_loaded(data: bytes, entry: str) -> str | None:
                 return f"dynamic tag {_REFUSED_TAGS[tag]}"
             if tag == _DT_NEEDED and parsed.dynamic_name(value) != RUNTIME:
                 return f"it needs the library {parsed.dynamic_name(value)}"
-        shown = {symbol.name for symbol in parsed.symbols(elf.DYNSYM) if symbol.section != elf.UNDEFINED}
+        symbols = parsed.symbols(elf.DYNSYM)
     except ElfError as error:
         return str(error)
+    foreign = sorted(s.name for s in symbols if s.section == elf.UNDEFINED and not _known(s.name))
+    if foreign:
+        return f"foreign symbols: {', '.join(foreign[:5])}"
+    shown = {symbol.name for symbol in symbols if symbol.section != elf.UNDEFINED}
     return None if f"__tvm_ffi_{entry}" in shown else f"it does not export {entry}"
+
+
+def _known(name: str) -> bool:
+    """Whether honest objects call it; the first dynamic symbol has no name."""
+    return not name or FOREIGN.fullmatch(name) is not None

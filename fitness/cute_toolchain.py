@@ -54,7 +54,7 @@ _SM_THREADS, _SM_BLOCKS, _SM_REGISTERS, _SM_SHARED_BYTES = 2048, 32, 65536, 228 
 _REGISTER_GRAIN, _BLOCK_RESERVED_BYTES = 256, 1024  # registers are given to warps in units of 256
 
 # What the DSL's own host code calls: its launch wrappers, tvm-ffi's errors and stream, printf before a trap.
-_FOREIGN = re.compile(
+FOREIGN = re.compile(
     r"_cu(?:da)?[A-Z]\w*|TVMFFI\w+|CuteDSLRT_\w+|cuda_dialect_\w+|_GLOBAL_OFFSET_TABLE_|printf|memcpy"
 )
 
@@ -113,7 +113,7 @@ class CuteToolchain:
         return _compiled(answer, scratch, sandbox)
 
     def inspect(self, unit: Unit, compiled: Compiled) -> Resources | Failed:
-        problem = _why_refused(compiled.object, unit.entry)
+        problem = why_refused(compiled.object, unit.entry)
         if problem is not None:
             return Failed(Failure.REFUSED, Stage.INSPECT, problem)
         launches = json.loads(compiled.files[".launches.json"])
@@ -343,7 +343,7 @@ def ptx_digest(ptx: str) -> str:
     return digest(ptx)
 
 
-def _why_refused(code: bytes, entry: str) -> str | None:
+def why_refused(code: bytes, entry: str) -> str | None:
     """What no object of the DSL has: constructors, IFUNCs, foreign symbols; or a missing entry."""
     try:
         elf = Elf(code)
@@ -358,7 +358,7 @@ def _why_refused(code: bytes, entry: str) -> str | None:
         return f"section {bad} would run code when the object is loaded"
     if indirect is not None:
         return f"symbol {indirect} is resolved by code when the object is loaded"
-    foreign = sorted(name for name in undefined if not _FOREIGN.fullmatch(name))
+    foreign = sorted(name for name in undefined if not FOREIGN.fullmatch(name))
     if foreign:
         return f"foreign symbols: {', '.join(foreign[:5])}"
     if f"__tvm_ffi_{entry}" not in defined:
