@@ -8,7 +8,6 @@ with an order-statistic interval: exact for any distribution when blocks are ind
 """
 
 import importlib.metadata
-import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from evotune.fitness.cache import Cache
 from evotune.fitness.host import Confirmation, HostEvaluator
 from evotune.fitness.operator import Workload, specialization
 from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.fitness.sequential import order_interval
 from evotune.history import Entry, History
 from evotune.manifest import (
     Ancestor,
@@ -164,21 +164,13 @@ def _fastest(passed: Sequence[Entry]) -> dict[str, Entry]:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Order-statistic interval of the median: [x_(k), x_(n-k+1)] with the largest k that still covers.
+    """Order-statistic interval of the median; see `order_interval` for its coverage.
 
-    The coverage 1 - 2 P(Binomial(n, 1/2) < k) is exact for independent values of any continuous distribution.
     Fewer than six values cannot reach 95 %; their extremes are given with the coverage they have.
     """
-    ordered, n = sorted(values), len(values)
-    k, coverage = 1, 1 - 2 * 0.5**n
-    while 2 * (k + 1) <= n and (wider := 1 - 2 * _binomial_cdf(k, n)) >= confidence:
-        k, coverage = k + 1, wider
-    return Interval(low=ordered[k - 1], median=median(ordered), high=ordered[n - k], confidence=coverage)
-
-
-def _binomial_cdf(k: int, n: int) -> float:
-    """P(Binomial(n, 1/2) <= k)."""
-    return sum(math.comb(n, i) for i in range(k + 1)) * 0.5**n
+    ordered = sorted(values)
+    low, high, coverage = order_interval(len(values), confidence)
+    return Interval(low=ordered[low], median=median(ordered), high=ordered[high], confidence=coverage)
 
 
 def _judge_all(

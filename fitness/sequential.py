@@ -115,6 +115,35 @@ class PairedTest:
         return self.rejected or self.hopeless or self.blocks >= self.most_blocks
 
 
+def power(win: float, alpha: float, most_blocks: int = MOST_BLOCKS) -> float:
+    """Probability that a challenger which wins each block with probability `win` is found. Exact."""
+    found, reached = 0.0, {(0, 0): 1.0}
+    for _ in range(most_blocks):
+        going: dict[tuple[int, int], float] = {}
+        for (wins, losses), mass in reached.items():
+            for won, chance in ((True, win), (False, 1 - win)):
+                test = PairedTest(
+                    alpha, most_blocks=most_blocks, wins=wins, losses=losses, blocks=wins + losses
+                )
+                test.update(1.0 if won else -1.0)
+                if test.rejected:
+                    found += mass * chance
+                elif not test.over:
+                    at = test.wins, test.losses
+                    going[at] = going.get(at, 0.0) + mass * chance
+        reached = going
+    return found
+
+
+def wins_needed(alpha: float, wanted: float = 0.8, most_blocks: int = MOST_BLOCKS) -> float:
+    """Least probability of winning a block with which a challenger is found with power `wanted`."""
+    low, high = 0.5, 1.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle, alpha, most_blocks) >= wanted else (middle, high)
+    return high
+
+
 def spending(alpha: float, k: int) -> float:
     """A share alpha / (k (k + 1)) for the k-th test (1, 2, …); all of them together sum to alpha."""
     if k < 1:
@@ -153,14 +182,7 @@ class Estimate:
 
 
 def estimate(log_ratios: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Median and its order-statistic interval, from blocks that chose nothing, as factors.
-
-    If the challenger takes the incumbent's time over a constant, each log-ratio lies above that constant's
-    log or below it by the block's coin, so that the coverage 1 - 2 P(Binomial(n, 1/2) < k) of
-    [x_(k), x_(n-k+1)] is exact for any noise (at least that with ties). The narrowest such interval with the
-    wanted coverage; fewer than six blocks cannot reach 95 %, their extremes have the coverage that is given.
-    Raises ValueError without blocks.
-    """
+    """Median and its `order_interval`, as factors, from blocks that chose nothing. ValueError without any."""
     if not log_ratios:
         raise ValueError("an estimate needs a block")
     low, high, coverage = order_interval(len(log_ratios), confidence)
@@ -169,7 +191,13 @@ def estimate(log_ratios: Sequence[float], confidence: float = 0.95) -> Estimate:
 
 
 def order_interval(n: int, confidence: float) -> tuple[int, int, float]:
-    """Indices into n sorted values whose interval covers the median, and its coverage."""
+    """Indices into n sorted log-ratios between which their true middle lies, and how surely.
+
+    If the challenger takes the incumbent's time over a constant, each log-ratio lies above that constant's
+    log or below it by the block's coin, so that the coverage 1 - 2 P(Binomial(n, 1/2) < k) of
+    [x_(k), x_(n-k+1)] is exact for any noise (at least that with ties). The narrowest such interval with the
+    wanted coverage; fewer than six blocks cannot reach 95 %, their extremes have the coverage that is given.
+    """
     k, coverage = 1, 1 - 2 * 0.5**n
     while 2 * (k + 1) <= n and (wider := 1 - 2 * _binomial_cdf(k, n)) >= confidence:
         k, coverage = k + 1, wider
@@ -236,8 +264,8 @@ class Race:
     with `PairedTest`, a candidate of H0 is ever called hopeless with probability at most `delta`, however
     often one looks. It assumes noise that is symmetric given the past and, for the two far bets, has the
     tails of the pairs seen so far; without a law only the first bet stands, and nothing stops before the
-    fifth sample at 5 %. Races against a bound go back to Maron and Moore (Hoeffding races, 1994) and Birattari
-    et al. (F-race, 2002); their bounds hold for a fixed number of looks or a fixed law of noise.
+    fifth sample at 5 %. Races against a bound go back to Maron and Moore (Hoeffding races, 1994) and
+    Birattari et al. (F-race, 2002); their bounds hold for a fixed number of looks or a fixed law of noise.
 
     Attributes:
         bar: speed-up to come near, as a factor.
