@@ -80,6 +80,19 @@ def test_the_guard_word_is_nan_in_both_types() -> None:
         assert np.isnan(halves.view(np.float32)).all()
 
 
+@pytest.mark.parametrize("kept", [0, GUARD, 16 << 20])
+def test_a_wiped_arena_is_zero_beyond_its_placements_too(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr("evotune.fitness.arena._KEPT_BYTES", kept)
+    for _ in range(2):
+        placement = arena.place(SIGNATURE, CASE, begin=GUARD, workspace_bytes=12)
+        arena._bytes[[0, placement.end, arena.size - 1]] = 7
+        arena.wipe()
+        assert not arena._bytes.any()
+        assert arena.breach(placement, CASE) is not None
+
+
 def test_an_absent_argument_is_null(arena: Arena) -> None:
     case = replace(CASE, inputs={**CASE.inputs, "weight": None})
     placement = arena.place(SIGNATURE, case, workspace_bytes=12)
