@@ -1,0 +1,242 @@
+"""How the knobs of a Hopper template bear on speed: a factorial sweep on a GPU, and its tables.
+
+    python experiments/bench_h200.py sweep OUT.csv              needs a GPU of compute capability 9.0
+    python experiments/bench_h200.py tables SWEEP.csv FOLDER    anywhere; pictures where there is Chromium
+
+The sweep judges and times, through the study's own judge, every combination of a few knobs whose others keep
+their default, in random order and each beside the default kernel; so a cell of a table differs from its
+neighbour by the knobs named alone, which cannot be said of what a search happened to visit.
+Relative performance is a ratio to the fastest configuration of the sweep on the same workload.
+"""
+
+import argparse
+import csv
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evotune import config, setup
+from evotune.fitness.outcome import Failed, Outcome, Passed
+from evotune.search_space.branch import Candidate
+from evotune.search_space.templates.kda_sm90_chunked_plan import Plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+STUDY = Path(__file__).parent / "kda_h200" / "study.toml"
+FACTORS: Mapping[str, Sequence[Any]] = {
+    "chunk": (16, 32),
+    "value_tile": (16, 32, 64, 128),
+    "stages": (3, 4, 6, 8),
+    "copies": (("bulk", "warp"), ("bulk", "inline"), ("cp.async", "inline")),
+}
+"""What is varied. "copies" sets copy and loader together: cp.async is always issued inline."""
+
+TABLES = (("chunk", "threads"), ("stages", "copies"))
+_BATCH = 32
+_RESOURCES = ("registers", "spill_bytes", "shared_bytes")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration of the sweep: its factors' values by name, and all knobs."""
+
+    factors: Mapping[str, str]
+    knobs: Any
+
+
+def cells(study: setup.Setup) -> list[Cell]:
+    """All legal combinations, the default's own among them."""
+    default = study.space.encode(study.space.default())
+    names = [name for name in FACTORS if name == "copies" or name in default]
+    found = []
+    for values in product(*(FACTORS[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        copy, loader = chosen.pop("copies")
+        knobs = study.template.knobs(**{**default, **chosen, "copy": copy, "loader": loader})
+        if all(study.template.why_not(knobs, spec) is None for spec in study.specializations):
+            shown = {name: str(value) for name, value in chosen.items()}
+            shown |= {"copies": f"{copy}, {loader}", "threads": str(_threads(study, knobs))}
+            found.append(Cell(shown, knobs))
+    return found
+
+
+def _threads(study: setup.Setup, knobs: Any) -> int:
+    """Of a block of the recurrence."""
+    unit = study.template.unit(study.template.source, knobs, study.specializations[0])
+    return Plan.of(dict(unit.constants)).recurrence_threads
+
+
+def sweep(out: Path, seed: int) -> None:
+    """Judge and time every cell; a row each, written as they come."""
+    found = config.load(STUDY, {})
+    study = setup.resolve(found, STUDY.parent)
+    order = cells(study)
+    np.random.default_rng(seed).shuffle(order)  # type: ignore[arg-type]  # a list is shuffled in place
+    workloads = [workload.name for workload in study.workloads]
+    began = time.monotonic()
+    with out.open("w", newline="") as file, closing(setup.evaluator(study)) as evaluator:
+        writer = csv.writer(file)
+        names = list(order[0].factors)
+        writer.writerow([*names, "verdict", *_RESOURCES, *(f"time_us:{w}" for w in workloads)])
+        branch = evaluator.problem.seed  # type: ignore[attr-defined]  # the device's judge, not a replay
+        for first in range(0, len(order), _BATCH):
+            batch = order[first : first + _BATCH]
+            futures = [evaluator.submit(Candidate(branch, cell.knobs)) for cell in batch]
+            for cell, future in zip(batch, futures, strict=True):
+                outcome = future.result().outcome
+                writer.writerow([*cell.factors.values(), *_row(outcome, workloads)])
+            file.flush()
+            done = min(first + _BATCH, len(order))
+            print(f"{done} of {len(order)} in {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def _row(outcome: Outcome, workloads: Sequence[str]) -> list[str]:
+    """Verdict, resources of the study's first object, times relative to the default's own in the block."""
+    if not isinstance(outcome, Passed):
+        verdict = outcome.failure.value if isinstance(outcome, Failed) else "retry"
+        return [verdict, *([""] * (len(_RESOURCES) + len(workloads)))]
+    resources = next(iter(outcome.resources.values())).values
+    times = {m.workload: m.time_us for m in outcome.measurements}
+    return [
+        "passed",
+        *(str(resources.get(name, "")) for name in _RESOURCES),
+        *(f"{times[w]:.6g}" for w in workloads),
+    ]
+
+
+def tables(sweep_csv: Path, folder: Path) -> None:
+    """Write tables.md, and a heat map for each pair of TABLES where Chromium is there to draw it."""
+    import pandas as pd
+
+    rows = pd.read_csv(sweep_csv)
+    rows = rows[rows["verdict"] == "passed"]
+    times = [name for name in rows.columns if name.startswith("time_us:")]
+    speeds = 1 / (rows[times] / rows[times].min())
+    speeds.columns = pd.Index([name.removeprefix("time_us:") for name in times])
+    rows = pd.concat([rows.drop(columns=times), speeds], axis=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"{len(rows)} configurations; 1.00 is the fastest of them on that workload.\n"]
+    for down, across in TABLES:
+        if down in rows.columns:
+            parts += [_pair(rows, down, across, workload) for workload in speeds.columns]
+            draw(_heat(rows, down, across, list(speeds.columns)), folder / f"{down}_{across}.png")
+    parts.append(_resources(rows, list(speeds.columns)))
+    (folder / "tables.md").write_text("\n".join(parts))
+
+
+def _pivot(rows: "pd.DataFrame", down: str, across: str, workload: str) -> "pd.DataFrame":
+    """The best over the factors not named: what tuning the rest would leave."""
+    return rows.pivot_table(index=down, columns=across, values=workload, aggfunc="max")
+
+
+def _pair(rows: "pd.DataFrame", down: str, across: str, workload: str) -> str:
+    table = _pivot(rows, down, across, workload)
+    head = [f"{down} \\ {across}", *(str(name) for name in table.columns)]
+    body = [
+        [str(label), *(_shown(v) for v in line)]
+        for label, line in zip(table.index, table.to_numpy(), strict=True)
+    ]
+    return f"### {workload}: {down} × {across}\n\n{markdown(head, body)}\n"
+
+
+def _shown(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.2f}"
+
+
+def _resources(rows: "pd.DataFrame", workloads: Sequence[str]) -> str:
+    """Speed by registers, spills apart: median of each band."""
+    bands = [(0, 96), (97, 128), (129, 168), (169, 255)]
+    body = []
+    for spills in (False, True):
+        for low, high in bands:
+            mine = rows[rows["registers"].between(low, high) & ((rows["spill_bytes"] > 0) == spills)]
+            if len(mine):
+                label = [f"{low}–{high}", "yes" if spills else "no", str(len(mine))]
+                body.append([*label, *(f"{median(mine[w]):.2f}" for w in workloads)])
+    head = ["registers", "spills", "configurations", *workloads]
+    ranks = rows[["registers", *workloads]].corr(method="spearman")["registers"]
+    last = ["rank correlation with registers", "", str(len(rows)), *(f"{ranks[w]:+.2f}" for w in workloads)]
+    return f"### Registers and spills: median relative performance\n\n{markdown(head, [*body, last])}\n"
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _heat(rows: "pd.DataFrame", down: str, across: str, workloads: Sequence[str]) -> "go.Figure":
+    """A panel for each workload."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=1, cols=len(workloads), subplot_titles=list(workloads), shared_yaxes=True)
+    for place, workload in enumerate(workloads, start=1):
+        table = _pivot(rows, down, across, workload)
+        cells_ = go.Heatmap(
+            z=table.to_numpy(),
+            x=[str(name) for name in table.columns],
+            y=[str(name) for name in table.index],
+            coloraxis="coloraxis",
+            texttemplate="%{z:.2f}",
+        )
+        figure.add_trace(cells_, row=1, col=place)
+        figure.update_xaxes(title_text=across, type="category", row=1, col=place)
+    figure.update_yaxes(title_text=down, type="category", col=1)
+    figure.update_layout(
+        title=f"Relative performance: {down} × {across}",
+        coloraxis={"colorscale": "Viridis", "cmin": 0.3, "cmax": 1.0},
+        width=320 * len(workloads),
+        height=320,
+    )
+    return figure
+
+
+def draw(figure: "go.Figure", out: Path) -> None:
+    """The figure as Chromium shows it."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print(f"{out} needs chromium, which is not installed", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "figure.html"
+        figure.write_html(page, full_html=True, include_plotlyjs=True, config={"displayModeBar": False})
+        size = f"--window-size={figure.layout.width + 20},{figure.layout.height + 20}"
+        quiet = "--headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=3000"
+        places = (f"--user-data-dir={folder}/profile", f"--screenshot={out}", page.as_uri())
+        command = [browser, *quiet.split(), size, *places]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("sweep")
+    command.add_argument("out", type=Path)
+    command.add_argument("--seed", type=int, default=1)
+    command = commands.add_parser("tables")
+    command.add_argument("sweep", type=Path)
+    command.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    if given.command == "sweep":
+        sweep(given.out, given.seed)
+    else:
+        tables(given.sweep, given.folder)
+
+
+if __name__ == "__main__":
+    main()
