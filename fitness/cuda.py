@@ -30,13 +30,14 @@ from evotune.fitness.cuda_timing import Bands, CudaTimer, Pools
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import Gate, GateLimits, Session
-from evotune.fitness.judge import Artifacts, Builds, CompiledEvaluator, Problem, collected
-from evotune.fitness.lease import Lease, any_free
+from evotune.fitness.judge import Artifacts, Builds, CompiledEvaluator, Problem, Round, collected
+from evotune.fitness.lease import Gpu, Lease, any_free
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
 from evotune.fitness.operator import DeviceOperator, DeviceParameter
 from evotune.fitness.operator import Level as GateLevel
 from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.fitness.racing import Bars
 from evotune.fitness.runner import Fault, Loadable
 from evotune.fitness.sandbox import Level, Sandbox
 from evotune.fitness.timing import BaselineFault, Timed, TimingPlan, blaming_baseline
@@ -125,6 +126,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             objectives,
             level=self._settings.level,
             limits=self._settings.gate,
+            timing=self._settings.timing,
             builder=Builder(
                 toolchain,
                 sandbox,
@@ -160,6 +162,11 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             raise SandboxError(f"on a GPU kernels are judged behind bubblewrap alone: {mend}")
         arena_bytes = self._settings.gate.arena_mib << 20
         return CudaCell(sandbox, arena_bytes, runtime_library(), self._lease.gpu.nodes)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The one that is judged on."""
+        return self._lease.gpu
 
     @property
     def throughput(self) -> Throughput:
@@ -254,23 +261,24 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
                 self._workspace_of[name] = partial(needs, chosen, spec)
         return super()._start(knobs, source)
 
-    def _evaluate(self, candidate: Candidate, builds: Builds) -> Evaluation:
+    def _evaluate(self, candidate: Candidate, builds: Builds, bars: Bars) -> Evaluation:
         """As the base does; "gpu" is how long judge processes were at work for this candidate."""
         self._lease.renew()
         before_s = self._cell.usage.waited_s
-        evaluation = super()._evaluate(candidate, builds)
+        evaluation = super()._evaluate(candidate, builds, bars)
         self._judged += 1
         seconds = {**evaluation.seconds, "gpu": self._cell.usage.waited_s - before_s}
         return replace(evaluation, seconds=seconds)
 
     def _timed(
-        self, session: Session[CudaProcess], baseline: Session[CudaProcess], gate: Gate
+        self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
     ) -> Timed | Failed:
-        timer = self._timer(baseline, gate)
-        self._ask_canary(timer, baseline)
+        timer = self._timer(baseline, turn)
+        if baseline is self._baseline:  # only the default kernel's time is known
+            self._ask_canary(timer, baseline)
         return timer.time(session, baseline)
 
-    def _timer(self, baseline: Session[CudaProcess], gate: Gate) -> CudaTimer:
+    def _timer(self, baseline: Session[CudaProcess], turn: Round) -> CudaTimer:
         if self._copy_bytes_per_us is None:
             with blaming_baseline():
                 self._copy_bytes_per_us = baseline.runner.copy_bytes_per_us()
@@ -278,10 +286,10 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         assert facts is not None  # the baseline's process was one of them
         return CudaTimer(
             self._operator,
-            gate.cases,
-            self._pools_of(gate),
-            self.problem.targets,
-            self._settings.timing,
+            turn.gate.cases,
+            self._pools_of(turn.gate),
+            turn.targets,
+            turn.plan,
             self._checks,
             self._spares.quiet,
             facts.l2_bytes,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
-from evotune.fitness.gate import Gate, GateLimits, Session
+from evotune.fitness.gate import GateLimits, Session
 from evotune.fitness.host_toolchain import Compiler, HostToolchain
-from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem
+from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem, Round
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
 from evotune.fitness.operator import Level, Parameter
@@ -59,6 +59,7 @@ class HostEvaluator(CompiledEvaluator[Runner]):
             objectives,
             level=self._settings.level,
             limits=self._settings.gate,
+            timing=self._settings.timing,
             builder=Builder(toolchain, self._sandbox, store, build, linker),
             linker=linker,
         )
@@ -71,7 +72,13 @@ class HostEvaluator(CompiledEvaluator[Runner]):
             loadables, self._sandbox, arena_bytes=self._settings.gate.arena_mib << 20, cpu=timing_cpu()
         )
 
-    def _timed(self, session: Session[Runner], baseline: Session[Runner], gate: Gate) -> Timed | Failed:
-        problem = self.problem
-        plan, quiet = self._settings.timing, self._builder.quiet
-        return Timer(problem.operator, gate.cases, problem.targets, plan, quiet).time(session, baseline)
+    def _timed(self, session: Session[Runner], baseline: Session[Runner], turn: Round) -> Timed | Failed:
+        timer = Timer(
+            self.problem.operator,
+            turn.gate.cases,
+            turn.targets,
+            turn.plan,
+            self._builder.quiet,
+            self._racing,
+        )
+        return timer.time(session, baseline, turn.bars)

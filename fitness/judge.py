@@ -8,24 +8,25 @@ on its seed source. A candidate's objects, one per specialization, share one dis
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import Builder
-from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.evaluation import Comparison, Evaluation, Fallen, Purpose
 from evotune.fitness.gate import Gate, GateLimits, GateReport, Process, Session
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Evidence, Objective, values
 from evotune.fitness.operator import Level, Operator, Parameter, Workload, specialization
 from evotune.fitness.outcome import Artifact, Failed, Outcome, Passed, Retry
+from evotune.fitness.racing import NO_BARS, Bars, Racing
 from evotune.fitness.runner import Loadable, kinds
-from evotune.fitness.timing import BaselineFault, Target, Timed
+from evotune.fitness.timing import BaselineFault, Target, Timed, TimingPlan
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Template
 
@@ -79,6 +80,22 @@ class Confirmation:
     naive_us: tuple[Mapping[str, float], ...]
 
 
+@dataclass(frozen=True)
+class Round:
+    """What is to be timed now.
+
+    Attributes:
+        gate: whose solved problems are timed on, so that others' cannot have been learned from.
+        targets: the workloads.
+        bars: where a candidate's timing may end early.
+    """
+
+    gate: Gate
+    targets: Sequence[Target]
+    plan: TimingPlan
+    bars: Bars = field(default_factory=dict)
+
+
 class _Stop(Exception):
     """Carries what ended a judgement early up to the method that was asked for it."""
 
@@ -87,8 +104,12 @@ class _Stop(Exception):
         self.outcome = outcome
 
 
+class _Fell(Exception):
+    """The incumbent failed, not the challenger."""
+
+
 class CompiledEvaluator(ABC, Generic[Process]):
-    """Implements `Evaluator`. `submit`, `verify`, `explain` and `confirm` may be called from any thread."""
+    """Implements `Evaluator`. All but `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -97,6 +118,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         *,
         level: Level,
         limits: GateLimits,
+        timing: TimingPlan,
         builder: Builder,
         linker: Linker,
     ) -> None:
@@ -105,11 +127,15 @@ class CompiledEvaluator(ABC, Generic[Process]):
         self._objectives = objectives
         self._level: Level = level
         self._limits = limits
+        self._timing = timing
+        self._racing = Racing(timing.race_error)
         self._builder = builder
         self._linker = linker
         self._gate = Gate(problem.operator)
-        # Its cases never chose a candidate. Solving them takes seconds, so that confirmations share them.
+        # Screening never saw its cases. Solving them takes seconds, so that all full gates share them.
         self._second_gate = Gate(problem.operator)
+        # Only timed on, so that what a promotion is confirmed with chose nothing at all.
+        self._third_gate = Gate(problem.operator)
         self._baseline: Session[Process] | None = None
         self._default_builds: Builds | None = None
         # One thread: order of submission is kept, and a process dies with the thread that started it.
@@ -127,14 +153,14 @@ class CompiledEvaluator(ABC, Generic[Process]):
         """
 
     @abstractmethod
-    def _timed(self, session: Session[Process], baseline: Session[Process], gate: Gate) -> Timed | Failed:
-        """Time a candidate against the baseline. Raises BaselineFault, SandboxError, StudyError."""
+    def _timed(self, session: Session[Process], baseline: Session[Process], turn: Round) -> Timed | Failed:
+        """Time a candidate against a baseline. Raises BaselineFault, SandboxError, StudyError."""
 
-    def submit(self, candidate: Candidate) -> Future[Evaluation]:
+    def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
         """See `Evaluator.submit`. The future also raises StudyError when the baseline itself fails."""
         if self._baseline is None and self._default_builds is None:
             self._default_builds = self._start_default()
-        return self._judge.submit(self._evaluate, candidate, self._start_builds(candidate))
+        return self._judge.submit(self._evaluate, candidate, self._start_builds(candidate), bars)
 
     def explain(self, candidate: Candidate, level: Level = "full") -> GateReport | Failed | Retry:
         """Every rung to its end, for a person; `Failed` or `Retry` when there is no object to judge."""
@@ -170,9 +196,41 @@ class CompiledEvaluator(ABC, Generic[Process]):
                     raise _Stop(report.failed)
                 timed, naive_us = [], []
                 for _ in range(blocks):
-                    timed.append(self._time(session, gate))
+                    timed.append(self._time(session, Round(gate, self.problem.targets, self._timing)))
                     naive_us.append(self._naive_us(gate))
             return Confirmation(artifacts, report, tuple(timed), tuple(naive_us))
+
+        return self._ask(work)
+
+    def compare(
+        self,
+        challenger: Candidate,
+        incumbent: Candidate,
+        enough: Callable[[Timed], bool],
+        *,
+        group: str,
+        purpose: Purpose,
+    ) -> Comparison | Fallen | Failed | Retry:
+        """See `Evaluator.compare`."""
+        begun_s = time.monotonic()
+        builds, theirs = self._start_builds(challenger), self._start_builds(incumbent)
+        targets = [target for target in self.problem.targets if target.workload.group == group]
+        gate = self._second_gate if purpose == "promotion" else self._third_gate
+        # Two pairs, the smallest block with a coin of its own; see `sequential`.
+        turn = Round(gate, targets, replace(self._timing, samples=2))
+
+        def work() -> Comparison | Fallen:
+            with closing(self._session(collected(builds))) as session:
+                report = self._second_gate.judge(session, self._specs, "full")
+                if report.failed is not None:
+                    raise _Stop(report.failed)
+                try:
+                    with closing(self._incumbent(theirs)) as holder:
+                        blocks = list(self._blocks(session, holder, turn, enough))
+                except _Fell as fell:
+                    return Fallen(str(fell))
+            worst_error = max(report.worst_error, *(block.worst_error for block in blocks))
+            return Comparison(tuple(blocks), worst_error, time.monotonic() - begun_s)
 
         return self._ask(work)
 
@@ -193,6 +251,38 @@ class CompiledEvaluator(ABC, Generic[Process]):
     @property
     def _specs(self) -> tuple[Specialization, ...]:
         return self.problem.specializations
+
+    def _incumbent(self, builds: Builds) -> Session[Process]:
+        """Its session. Raises _Fell, _Stop for a retry."""
+        try:
+            return self._session(collected(builds))
+        except _Stop as stop:
+            if isinstance(stop.outcome, Failed):
+                raise _Fell(f"it does not build any more: {stop.outcome.detail}") from None
+            raise
+
+    def _blocks(
+        self,
+        session: Session[Process],
+        holder: Session[Process],
+        turn: Round,
+        enough: Callable[[Timed], bool],
+    ) -> Iterator[Timed]:
+        """Timed until it is enough; one that the incumbent fails in is repeated. Raises _Stop, _Fell."""
+        failed_before = False
+        while True:
+            try:
+                timed = self._timed(session, holder, turn)
+            except BaselineFault as fault:
+                if failed_before:
+                    raise _Fell(f"it fails while it is timed: {fault}") from fault
+                failed_before = True
+                continue
+            if isinstance(timed, Failed):
+                raise _Stop(timed)
+            yield timed
+            if enough(timed):
+                return
 
     def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
         """Do it in the judge's thread, after what is queued."""
@@ -218,15 +308,18 @@ class CompiledEvaluator(ABC, Generic[Process]):
             for spec, chosen in knobs.items()
         }
 
-    def _evaluate(self, candidate: Candidate, builds: Builds) -> Evaluation:
+    def _evaluate(self, candidate: Candidate, builds: Builds, bars: Bars) -> Evaluation:
         """In the judge's thread: wait for the builds, judge, time."""
         self._gate.prepare(self._specs, self._level)
         clock = _Stopwatch()
         artifacts: Artifacts = {}
+        saved_s = 0.0
         try:
             artifacts = collected(builds)
             clock.lap("build")
-            outcome: Outcome = self._judge_built(candidate, artifacts, clock)
+            report, timed = self._judge_built(artifacts, bars, clock)
+            outcome: Outcome = self._passed(candidate, artifacts, report, timed)
+            saved_s = timed.saved_s
         except _Stop as stop:
             outcome = stop.outcome
         except (SandboxError, OSError) as error:
@@ -234,17 +327,20 @@ class CompiledEvaluator(ABC, Generic[Process]):
         resources = {spec.label: artifact.resources for spec, artifact in artifacts.items()}
         if isinstance(outcome, Failed) and resources:
             outcome = replace(outcome, resources=resources)
-        return Evaluation(outcome, {s.label: a for s, a in artifacts.items()}, clock.seconds)
+        return Evaluation(outcome, {s.label: a for s, a in artifacts.items()}, clock.seconds, saved_s)
 
-    def _judge_built(self, candidate: Candidate, artifacts: Artifacts, clock: "_Stopwatch") -> Outcome:
+    def _judge_built(self, artifacts: Artifacts, bars: Bars, clock: "_Stopwatch") -> tuple[GateReport, Timed]:
         """Gate, then time. Raises _Stop."""
         with closing(self._session(artifacts)) as session:
             report = self._gate.judge(session, self._specs, self._level)
             clock.lap("gate")
             if report.failed is not None:
-                return report.failed
-            timed = self._time(session, self._gate)
+                raise _Stop(report.failed)
+            timed = self._time(session, Round(self._gate, self.problem.targets, self._timing, bars))
             clock.lap("time")
+        return report, timed
+
+    def _passed(self, candidate: Candidate, artifacts: Artifacts, report: GateReport, timed: Timed) -> Passed:
         worst_error = max(report.worst_error, timed.worst_error)
         language = self.problem.template.language
         source = candidate.branch.source
@@ -275,14 +371,14 @@ class CompiledEvaluator(ABC, Generic[Process]):
             found.append(Loadable(linked, artifacts[spec].entry, kinds(self._signature(spec))))
         return found
 
-    def _time(self, session: Session[Process], gate: Gate) -> Timed:
+    def _time(self, session: Session[Process], turn: Round) -> Timed:
         """Against the baseline; one that misbehaves is replaced once. Raises _Stop, StudyError."""
         try:
-            timed = self._timed(session, self._living_baseline(), gate)
+            timed = self._timed(session, self._living_baseline(), turn)
         except BaselineFault:
             self._drop_baseline()
             try:
-                timed = self._timed(session, self._living_baseline(), gate)
+                timed = self._timed(session, self._living_baseline(), turn)
             except BaselineFault as fault:
                 raise StudyError(f"the template's default kernel fails while it is timed: {fault}") from fault
         if isinstance(timed, Failed):

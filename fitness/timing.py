@@ -1,13 +1,14 @@
 """Host timing: candidate and baseline interleaved in one block, on inputs that neither has seen.
 
-Per workload, `TimingPlan.samples` pairs of timed calls run with builds paused, half of them candidate first,
-in random order; their number is fixed beforehand. Each of a candidate's timed calls is the last thing a
-process of its own does: a new runner warms up on a small problem of the gate, only then the inputs of the
-timed one are written into its memory, and once it has answered they are looked at, its outputs are copied and
-the process is ended. So there is nothing to work ahead on, nothing to put off to a call that is not timed,
-nothing that survives to the next problem (a symmetric image of this one, see `Case.fresh`), and nothing of
-the candidate alive while the baseline runs. Kernels that did each of these were 7 to 24 times as fast as
-their honest twins when one process served all calls (`evotune.fitness.redteam.cheats`).
+Per workload, `TimingPlan.samples` pairs of timed calls run with builds paused, every two of them in the order
+ABBA or BAAB by a coin of their own; fewer where a race finds the candidate hopeless (`racing.py`). Each of a
+candidate's timed calls is the last thing a process of its own does: a new runner warms up on a small problem
+of the gate, only then the inputs of the timed one are written into its memory, and once it has answered they
+are looked at, its outputs are copied and the process is ended. So there is nothing to work ahead on, nothing
+to put off to a call that is not timed, nothing that survives to the next problem (a symmetric image of this
+one, see `Case.fresh`), and nothing of the candidate alive while the baseline runs. Kernels that did each of
+these were 7 to 24 times as fast as their honest twins when one process served all calls
+(`evotune.fitness.redteam.cheats`).
 The outputs of every timed call are compared with the truth: what was timed is what was right.
 
 A runner's clock is its own. The parent waits for every answer, so no time can be longer than it waited
@@ -29,7 +30,9 @@ import numpy as np
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.operator import Array, Case, Operator, Workload, specialization
 from evotune.fitness.outcome import Failed, Failure, Measurement, Stage
+from evotune.fitness.racing import NO_BARS, Bars, Heat, Racing
 from evotune.fitness.runner import Call, Fault, Runner
+from evotune.fitness.sequential import quad
 
 Quiet = Callable[[], AbstractContextManager[None]]
 
@@ -39,7 +42,9 @@ class TimingPlan:
     """How a candidate is timed; fixed before anything runs.
 
     Attributes:
-        samples: timed calls of each kernel per workload.
+        samples: timed calls of each kernel per workload, at most.
+        race_error: bound on the probability that a candidate which comes within 5 % of its group's best on a
+            workload is timed with fewer calls there; 0 times all with all.
         slowest: a timed call that takes this many times the baseline's is given up as TIMEOUT.
         shortest_timeout_s: but no call is given up before this.
         empty_calls: calls on an empty problem for the host cost of one.
@@ -50,6 +55,7 @@ class TimingPlan:
     """
 
     samples: int = 8
+    race_error: float = field(default=0.05, metadata={"ge": 0.0, "lt": 1.0})
     slowest: float = 20.0
     shortest_timeout_s: float = 0.1
     empty_calls: int = 64
@@ -68,11 +74,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Timed:
-    """A block that came to its end. `worst_error` is the largest error over bound of the outputs compared."""
+    """A block that came to its end.
+
+    Attributes:
+        worst_error: the largest error over bound of the outputs compared.
+        saved_s: what the pairs that a race left out would have taken.
+    """
 
     measurements: tuple[Measurement, ...]
     worst_error: float
     host_call_us: float
+    saved_s: float = 0.0
 
 
 class BaselineFault(Exception):
@@ -86,6 +98,12 @@ def blaming_baseline() -> Iterator[None]:
         yield
     except Fault as fault:
         raise BaselineFault(fault.detail) from fault
+
+
+def candidate_first(pairs: int, rng: np.random.Generator) -> list[bool]:
+    """Who begins each pair: every two pairs are ABBA or BAAB by a fair coin, see `sequential.quad`."""
+    order = [first for _ in range(0, pairs, 2) for first in quad(rng)[::2]]
+    return order[:pairs]
 
 
 @dataclass(frozen=True)
@@ -125,6 +143,7 @@ class _Block:
     """The timed calls of one workload."""
 
     problems: _Problems
+    heat: Heat
     mine: dict[int, _Sample] = field(default_factory=dict)
     theirs: dict[int, _Sample] = field(default_factory=dict)
 
@@ -135,20 +154,22 @@ class _Block:
         plan: TimingPlan,
         rng: np.random.Generator,
     ) -> None:
-        """The timed pairs in balanced random order. Raises Fault, BaselineFault."""
+        """The timed pairs, until a race ends them. Raises Fault, BaselineFault."""
         patience_s = candidate.limits.call_timeout_s
         with blaming_baseline():
             usual_ns = self.problems.once(baseline, 0, patience_s).call.outside_ns
+        self.heat.start()
         timeout_s = max(plan.shortest_timeout_s, plan.slowest * usual_ns / 1e9)
-        mine_first = np.arange(plan.samples) % 2 == 0
-        rng.shuffle(mine_first)
-        for number, first in enumerate(mine_first):
+        for number, first in enumerate(candidate_first(plan.samples, rng)):
             if first:
                 self.mine[number] = self.problems.once(candidate, number, timeout_s)
             with blaming_baseline():
                 self.theirs[number] = self.problems.once(baseline, number, patience_s)
             if not first:
                 self.mine[number] = self.problems.once(candidate, number, timeout_s)
+            pair = self.theirs[number], self.mine[number]
+            if self.heat.pair(*(sample.call.inside_ns / 1e3 for sample in pair)):
+                return
 
     @property
     def samples_us(self) -> tuple[float, ...]:
@@ -202,8 +223,11 @@ class Timer:
     targets: Sequence[Target]
     plan: TimingPlan
     quiet: Quiet
+    racing: Racing = field(default_factory=Racing)
 
-    def time(self, candidate: Session[Runner], baseline: Session[Runner]) -> Timed | Failed:
+    def time(
+        self, candidate: Session[Runner], baseline: Session[Runner], bars: Bars = NO_BARS
+    ) -> Timed | Failed:
         """One block per workload; all of them a second time when the first one's clocks disagree.
 
         Raises BaselineFault, SandboxError, StudyError.
@@ -211,7 +235,7 @@ class Timer:
         rng = np.random.default_rng(secrets.randbits(128))
         for _ in range(2):
             try:
-                blocks, host_call_us = self._measure(candidate, baseline, rng)
+                blocks, host_call_us = self._measure(candidate, baseline, bars, rng)
             except Fault as fault:
                 return Failed(fault.failure, Stage.TIME, fault.detail)
             late = max(blocks, key=lambda block: block.hidden_us(self.plan))
@@ -222,16 +246,19 @@ class Timer:
         return Failed(Failure.FORGED, Stage.TIME, detail, case=late.problems.target.workload.name)
 
     def _measure(
-        self, candidate: Session[Runner], baseline: Session[Runner], rng: np.random.Generator
+        self, candidate: Session[Runner], baseline: Session[Runner], bars: Bars, rng: np.random.Generator
     ) -> tuple[list[_Block], float]:
         """Blocks that ran to their end, and the candidate's host cost of a call."""
-        blocks = [_Block(self._problems(target, rng)) for target in self.targets]
+        problems = [self._problems(target, rng) for target in self.targets]
         with blaming_baseline():
             baseline.runner.renew()
         candidate.runner.renew()
+        blocks = []
         with self.quiet():
-            for block in blocks:
-                block.run(candidate, baseline, self.plan, rng)
+            for posed in problems:
+                heat = self.racing.heat(posed.target.workload.name, self.plan.samples, bars)
+                blocks.append(_Block(posed, heat))
+                blocks[-1].run(candidate, baseline, self.plan, rng)
             host_call_us = self._host_call_us(candidate)
         return blocks, host_call_us
 
@@ -269,4 +296,7 @@ class Timer:
             if fastest_us < floor_us:
                 detail = f"{fastest_us:.3g} us, below the {floor_us:.3g} us that moving its bytes takes"
                 return Failed(Failure.FORGED, Stage.TIME, detail, case=workload.name)
-        return Timed(tuple(block.measurement for block in blocks), worst_error, host_call_us)
+        for block in blocks:
+            block.heat.learn()
+        saved_s = sum(block.heat.saved_s for block in blocks)
+        return Timed(tuple(block.measurement for block in blocks), worst_error, host_call_us, saved_s)
