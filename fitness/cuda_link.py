@@ -7,7 +7,7 @@ bundled (its licence). tvm-ffi's symbols are bound at load, from the copy that t
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from evotune.errors import SandboxError, StudyError
@@ -71,6 +71,19 @@ class CudaLinker(Linker):
             raise StudyError("kernels for a GPU are linked by gcc or clang: install one (apt install gcc)")
         self._compiler = replace(compiler, read_only=(*compiler.read_only, folder))
         self._flags = [*_FLAGS, f"-L{folder}", "-lcute_dsl_runtime"]
+
+    @cached_property
+    def version(self) -> str:
+        """Of the linker, such as "GNU ld (GNU Binutils for Debian) 2.40": what a link's bytes depend on.
+
+        Raises SandboxError when it does not say.
+        """
+        with self._sandbox.scratch() as scratch:
+            done = self._compiler.run(["-nostdlib", "-Wl,--version"], scratch, self._sandbox, _LIMITS)
+        said = done.stdout.text.strip().splitlines()
+        if not done.ok or not said:
+            raise SandboxError(f"the linker does not say its version: {done.stderr.text.strip()[:200]}")
+        return said[0]
 
     def link_bytes(self, source: bytes, entry: str) -> bytes | Failed:
         """A checked shared object from an object that `CuteToolchain.inspect` let pass."""

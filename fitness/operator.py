@@ -60,6 +60,15 @@ class Workload(Protocol):
         ...
 
 
+class Question(Protocol):
+    """Sizes and scalars of a call, by parameter name."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def scalars(self) -> Mapping[str, float]: ...
+
+
 class Case(Protocol):
     """A solved problem: inputs in the io dtype, truth in float64, a bound derived on this very input."""
 
@@ -153,6 +162,10 @@ class Operator(Protocol):
 
     def solve(self, workload: Any, seed: int) -> Case:
         """Draw inputs and compute truth and bound. Deterministic in (workload, seed)."""
+        ...
+
+    def question(self, workload: Any) -> "Question":
+        """What a call on it is told beside its arrays; nothing is drawn or solved."""
         ...
 
     def empty(self, spec: Specialization) -> Case:

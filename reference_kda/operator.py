@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from evotune.reference_kda.case import KdaCase, case_of, solve
+from evotune.reference_kda.case import KdaCase, Question, case_of, solve
 from evotune.reference_kda.chunked import Form, chunked
 from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases
 from evotune.reference_kda.laws import KdaLaw, laws_of
@@ -92,6 +92,9 @@ class KdaOperator:
 
     def solve(self, workload: Workload, seed: int) -> KdaCase:
         return solve(workload, seed)
+
+    def question(self, workload: Workload) -> Question:
+        return Question(workload.name, workload, {})
 
     def pool(self, workload: Workload) -> Workload:
         return pool_of(workload)

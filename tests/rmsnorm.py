@@ -255,6 +255,10 @@ class RmsOperator:
         eps = float(np.float32(case.eps))  # what the kernel is given
         return replace(case, truth=naive(x.astype(np.float64), weight.astype(np.float64), eps))
 
+    def question(self, workload: RmsWorkload) -> RmsCase:
+        nothing = np.zeros((0, workload.D))
+        return RmsCase(workload, {}, nothing)
+
     def empty(self, spec: Specialization) -> RmsCase:
         return self.solve(RmsWorkload(0, spec.integer("D")), 0)
 
