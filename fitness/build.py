@@ -23,7 +23,7 @@ Built = Artifact | Failed | Retry
 # Below this much free disk a failed build is not the candidate's fault.
 _ROOM_BYTES = 32 << 20
 # Raised when a check becomes stricter: results stored before it must not be taken from the cache.
-_CACHE_FORMAT = "1"
+_CACHE_FORMAT = "2"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness import elf
-from evotune.fitness.cute_toolchain import FOREIGN
+from evotune.fitness.cute_inspection import CALLS
 from evotune.fitness.elf import Elf, ElfError
 from evotune.fitness.host_toolchain import Compiler
 from evotune.fitness.inspection import refused
@@ -128,4 +128,4 @@ def why_not_loaded(data: bytes, entry: str) -> str | None:
 
 def _known(name: str) -> bool:
     """Whether honest objects call it; the first dynamic symbol has no name."""
-    return not name or FOREIGN.fullmatch(name) is not None
+    return not name or name in CALLS

@@ -30,7 +30,8 @@ from typing import Any
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness import _cute_zygote
-from evotune.fitness.elf import INDIRECT, UNDEFINED, Elf, ElfError
+from evotune.fitness.cute_inspection import why_refused
+from evotune.fitness.elf import Elf, ElfError
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Cell, Child, Level, Limits, Sandbox, directory_bytes, python_paths
 from evotune.fitness.toolchain import Compiled, CompileError
@@ -52,11 +53,6 @@ _RAISED = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 # Compute capability 9.0, CUDA C++ programming guide, "Technical specifications per compute capability".
 _SM_THREADS, _SM_BLOCKS, _SM_REGISTERS, _SM_SHARED_BYTES = 2048, 32, 65536, 228 * 1024
 _REGISTER_GRAIN, _BLOCK_RESERVED_BYTES = 256, 1024  # registers are given to warps in units of 256
-
-# What the DSL's own host code calls: its launch wrappers, tvm-ffi's errors and stream, printf before a trap.
-FOREIGN = re.compile(
-    r"_cu(?:da)?[A-Z]\w*|TVMFFI\w+|CuteDSLRT_\w+|cuda_dialect_\w+|_GLOBAL_OFFSET_TABLE_|printf|memcpy"
-)
 
 
 def missing() -> str | None:
@@ -341,29 +337,6 @@ def ptx_digest(ptx: str) -> str:
     for i, name in enumerate(re.findall(r"\.entry\s+(\w+)", ptx)):
         ptx = ptx.replace(name, f"kernel{i}")
     return digest(ptx)
-
-
-def why_refused(code: bytes, entry: str) -> str | None:
-    """What no object of the DSL has: constructors, IFUNCs, foreign symbols; or a missing entry."""
-    try:
-        elf = Elf(code)
-        symbols = elf.symbols()
-        bad = next((s.name for s in elf.sections if s.name.startswith((".init", ".preinit", ".ctors"))), None)
-    except ElfError as error:
-        return f"not an object file: {error}"
-    undefined = {s.name for s in symbols if s.section == UNDEFINED and s.name}
-    defined = {s.name for s in symbols if s.section != UNDEFINED}
-    indirect = next((s.name for s in symbols if s.type == INDIRECT), None)
-    if bad is not None:
-        return f"section {bad} would run code when the object is loaded"
-    if indirect is not None:
-        return f"symbol {indirect} is resolved by code when the object is loaded"
-    foreign = sorted(name for name in undefined if not FOREIGN.fullmatch(name))
-    if foreign:
-        return f"foreign symbols: {', '.join(foreign[:5])}"
-    if f"__tvm_ffi_{entry}" not in defined:
-        return f"the object does not export {entry}"
-    return None
 
 
 def _code_bytes(code: bytes) -> int:
