@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,13 @@ from evotune.report_html import page
 
 @dataclass(frozen=True)
 class Dropin:
-    """The importable part of an export: our file `source` under the name `module`.py, and its function."""
+    """The importable part of an export: `module`.py, and the function in it.
 
+    Its text is our file `source`, the target's own, with the text of `shared`, which all targets share, in
+    place of the one statement that imports from it.
+    """
+
+    shared: str
     source: str
     module: str
     function: str
@@ -40,12 +46,23 @@ class Dropin:
             f"from .{self.module} import available, {self.function}\n\n"
             f'__all__ = ["available", "{self.function}"]\n'
         )
-        ours = files("evotune").joinpath(self.source).read_bytes()
-        return {f"{self.module}.py": ours, "__init__.py": package.encode(), BYTECODE: b""}
+        return {f"{self.module}.py": self._whole().encode(), "__init__.py": package.encode(), BYTECODE: b""}
+
+    def _whole(self) -> str:
+        """Raises ValueError unless `source` imports from `shared` exactly once."""
+        here = files("evotune")
+        shared, own = (here.joinpath(name).read_text(encoding="utf-8") for name in (self.shared, self.source))
+        name = self.shared.removesuffix(".py")
+        head, tail = re.split(rf"^from evotune\.{name} import \([^)]*\)\n", own, flags=re.MULTILINE)
+        return f"{head}\n{shared}\n{tail}"
 
 
 BYTECODE = "__pycache__"
-DROPINS = {"kda": Dropin("dropin_kda.py", "kda", "kda_forward")}
+# By operator and target.
+DROPINS = {
+    ("kda", "host"): Dropin("dropin_kda.py", "dropin_kda_host.py", "kda", "kda_forward"),
+    ("kda", "sm_90a"): Dropin("dropin_kda.py", "dropin_kda_sm90a.py", "kda", "kda_forward"),
+}
 REPORTS = ("pareto.csv", "pareto.html")
 _COLUMNS = (
     *("kernel", "candidate", "status", "reason", "branch", "origin", "front", "workload", "group", "time_us"),
@@ -134,8 +151,13 @@ def _contents(index: Index, kernels: Sequence[Exported]) -> Iterator[tuple[str, 
     yield MANIFEST, to_json(index)
     yield "pareto.csv", _csv(index, manifests).encode()
     yield "pareto.html", page(index, manifests, sources).encode()
-    if index.operator in DROPINS and kernels:
-        yield from DROPINS[index.operator].texts().items()
+    if (index.operator, index.target) in DROPINS and kernels:
+        yield from dropin(index).texts().items()
+
+
+def dropin(index: Index) -> Dropin:
+    """Raises KeyError for an operator and target that have none."""
+    return DROPINS[index.operator, index.target]
 
 
 def _csv(index: Index, kernels: Iterable[KernelManifest]) -> str:

@@ -172,21 +172,19 @@ def verify(
     as_json: AsJson = False,
     unsafe: Unsafe = False,
 ) -> None:
-    """Judge an exported directory, by whomever made, with the full gate. Exit code 1 when a kernel fails."""
+    """Judge an exported directory, by whomever made, with the full gate. Exit code 1 when a kernel fails, 3
+    when none did and something could not be looked at, such as a kernel whose GPU is not here."""
     from evotune import verify as verification
-    from evotune.workbench import Workbench
 
     def tell(finding: verification.Finding) -> None:
         _say(finding.line)
 
-    found = verification.verify(
-        directory, rebuild=rebuild, say=tell, opening=lambda operator: Workbench.open(operator, unsafe=unsafe)
-    )
+    found = verification.verify(directory, rebuild=rebuild, unsafe=unsafe, say=tell)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        print(f"{_shown(directory)} {'holds' if found.held else 'does not hold'}")
-    raise typer.Exit(0 if found.held else 1)
+        print(f"{_shown(directory)} {found.verdict}")
+    raise typer.Exit(1 if not found.held else 3 if found.undone else 0)
 
 
 @app.command()

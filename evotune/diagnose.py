@@ -21,7 +21,6 @@ from evotune.plugins import load
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 from evotune.setup import Setup
-from evotune.verify import told
 from evotune.workbench import Workbench
 
 # Functions (case, outputs, intermediates by name or None, chunk) -> an object with what
@@ -90,7 +89,7 @@ class Diagnosis:
 
         return {
             "held": self.failed is None,
-            "failed": None if self.failed is None else told(self.failed),
+            "failed": None if self.failed is None else self.failed.told,
             "rungs": [
                 {"rung": r.stage.value, "cases": r.cases, "failed": r.failed, "worst": number(r.worst)}
                 for r in self.rungs
@@ -110,7 +109,7 @@ class Diagnosis:
         if self.failed is None:
             yield "It holds: nothing in the full gate departs."
             return
-        yield f"First: {told(self.failed)}"
+        yield f"First: {self.failed.told}"
         yield from self.where
         if self.growth:
             yield f"Error over bound by chunk: {' '.join(f'{ratio:.2g}' for ratio in self.growth)}"

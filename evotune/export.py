@@ -7,8 +7,6 @@ of this is left out and named. A published ratio is the median over blocks of th
 with an order-statistic interval: exact for any distribution when blocks are independent.
 """
 
-import importlib.metadata
-import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -21,11 +19,10 @@ from typing import Any
 
 from evotune import __version__, bundle
 from evotune.bundle import Exported
-from evotune.devices import host
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import default_cache_directory
 from evotune.fitness.cache import Cache
-from evotune.fitness.host import Confirmation, HostEvaluator
+from evotune.fitness.judge import CompiledEvaluator, Confirmation
 from evotune.fitness.operator import Workload, specialization
 from evotune.fitness.outcome import Artifact, Failed, Retry
 from evotune.fitness.sequential import order_interval
@@ -33,8 +30,10 @@ from evotune.history import Entry, History
 from evotune.manifest import (
     Ancestor,
     Block,
+    Cpu,
     Evidence,
     FileEntry,
+    Gpu,
     Index,
     Interval,
     KernelManifest,
@@ -47,20 +46,15 @@ from evotune.manifest import (
     to_json,
 )
 from evotune.pareto import front, ranked
+from evotune.plugins import TARGETS, load
 from evotune.search_space.branch import Candidate
-from evotune.search_space.template import Constant, Specialization
+from evotune.search_space.template import Specialization
 from evotune.setup import Setup
-from evotune.verify import told
+from evotune.targets import Target
 
 BLOCKS = 7  # the fewest whose extremes cover the median with 98 %; 6 give 97 %, 5 give 94 %
 FRONT_LIMIT = 12
 _TRIES = 3
-_VERSIONED = ("numpy", "ml_dtypes", "optuna")
-_LICENCE = (
-    "Source: the template of evotune (Apache-2.0, see its LICENSE) with the stages of this branch, which "
-    "came from {origin}. Objects: machine code of that source; they call the system's libm and libmvec and "
-    "hold no code of the compiler."
-)
 
 
 @dataclass(frozen=True)
@@ -120,23 +114,36 @@ class Job:
 def export(job: Job) -> Exporting:
     """Write `job.out`, unless nothing passed in the study.
 
-    Raises StudyError when there is nothing to export, the target is not exported, or `out` cannot be written;
-    SandboxError when nothing can be judged here. Then nothing is left behind.
+    Raises StudyError when there is nothing to export, the study's kernels cannot be judged again, or `out`
+    cannot be written; DeviceError without the target's device; SandboxError when nothing can be judged here.
+    Then nothing is left behind.
     """
-    if job.setup.template.target != "host":
-        raise StudyError(f"export rebuilds and times kernels here; target {job.setup.template.target} cannot")
+    target = target_of(job.setup)
     bundle.refuse_existing(job.out, job.force)
     chosen = choose(job.history, job.limit)
     with (
         tempfile.TemporaryDirectory(prefix="evotune-export-") as folder,
-        closing(host(job.setup, Path(folder))) as evaluator,
+        closing(target.evaluator(job.setup, Path(folder))) as evaluator,
     ):
-        held, left_out = _judge_all(job, chosen, evaluator)
-    index = _index(job, held, left_out)
+        place = _Place(job, target, evaluator, this_cpu(), target.gpu(evaluator), target.versions())
+        held, left_out = place.judge_all(chosen)
+        index = place.index(held, left_out)
     bundle.write(job.out, index, held, force=job.force)
     return Exporting(
         job.out, tuple(held), tuple(left_out), len(front(job.history.columns, job.history.judged))
     )
+
+
+def target_of(setup: Setup) -> Target:
+    """Whose judge is asked again. Raises StudyError for a study that another device judged: its choices say
+    nothing of ours, and its device may be none."""
+    name, device = setup.template.target, setup.config.study.device
+    if name not in TARGETS:
+        raise StudyError(f"kernels for target {name} are not exported; there are: {', '.join(TARGETS)}")
+    if device not in ("", name):
+        raise StudyError(f"the study was judged by device {device}; export judges for target {name} alone")
+    target: Target = load(name, TARGETS, "target")
+    return target
 
 
 def choose(history: History, limit: int) -> list[Chosen]:
@@ -173,93 +180,122 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     return Interval(low=ordered[low], median=median(ordered), high=ordered[high], confidence=coverage)
 
 
-def _judge_all(
-    job: Job, chosen: Sequence[Chosen], evaluator: HostEvaluator
-) -> tuple[list[Exported], list[LeftOut]]:
-    held: list[Exported] = []
-    left_out: list[LeftOut] = []
-    for number, kernel in enumerate(chosen, start=1):
-        verdict = _confirm(job, kernel, evaluator)
-        if isinstance(verdict, Failed):
-            left_out.append(LeftOut(id=kernel.id, number=kernel.number, reason=told(verdict)))
-            job.say(f"{number}/{len(chosen)} {kernel.id} left out: {left_out[-1].reason}")
-            continue
-        held.append(_exported(job, kernel, verdict, evaluator))
-        shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in held[-1].manifest.evidence.timings)
-        job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}")
-    return held, left_out
+@dataclass(frozen=True)
+class _Place:
+    """Where an export happens: the judge, and what the manifests say of it."""
 
+    job: Job
+    target: Target
+    evaluator: CompiledEvaluator[Any]
+    cpu: Cpu
+    gpu: Gpu | None
+    versions: Mapping[str, str]
 
-def _confirm(job: Job, kernel: Chosen, evaluator: HostEvaluator) -> Confirmation | Failed:
-    """Trouble that is not the kernel's is tried again; when it stays, nobody can be exported here."""
-    reasons = []
-    for _ in range(_TRIES):
-        verdict = evaluator.confirm(_candidate(job, kernel), job.blocks)
-        if not isinstance(verdict, Retry):
-            return verdict
-        reasons.append(verdict.reason)
-    raise SandboxError(f"{kernel.id} could not be judged: {reasons[-1]}")
+    def judge_all(self, chosen: Sequence[Chosen]) -> tuple[list[Exported], list[LeftOut]]:
+        held: list[Exported] = []
+        left_out: list[LeftOut] = []
+        for number, kernel in enumerate(chosen, start=1):
+            verdict = self._confirm(kernel)
+            if isinstance(verdict, Failed):
+                left_out.append(LeftOut(id=kernel.id, number=kernel.number, reason=verdict.told))
+                self.job.say(f"{number}/{len(chosen)} {kernel.id} left out: {verdict.told}")
+                continue
+            held.append(self._exported(kernel, verdict))
+            timings = held[-1].manifest.evidence.timings
+            shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in timings)
+            self.job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}")
+        return held, left_out
 
+    def _confirm(self, kernel: Chosen) -> Confirmation | Failed:
+        """Trouble that is not the kernel's is tried again; when it stays, nobody can be exported here."""
+        reasons = []
+        for _ in range(_TRIES):
+            verdict = self.evaluator.confirm(self._candidate(kernel), self.job.blocks)
+            if not isinstance(verdict, Retry):
+                return verdict
+            reasons.append(verdict.reason)
+        raise SandboxError(f"{kernel.id} could not be judged: {reasons[-1]}")
 
-def _candidate(job: Job, kernel: Chosen) -> Candidate:
-    asked = kernel.entry.asked
-    return Candidate(job.history.added(asked.branch).branch, job.setup.space.decode(asked.knobs))
+    def _candidate(self, kernel: Chosen) -> Candidate:
+        asked = kernel.entry.asked
+        branch = self.job.history.added(asked.branch).branch
+        return Candidate(branch, self.job.setup.space.decode(asked.knobs))
 
+    def _exported(self, kernel: Chosen, verdict: Confirmation) -> Exported:
+        """Manifest and files of a kernel that held."""
+        setup, candidate, target = self.job.setup, self._candidate(kernel), self.target
+        contents = {target.source: candidate.branch.source.encode()}
+        objects = []
+        for spec, artifact in verdict.artifacts.items():
+            entry, files = self._object(kernel, candidate, spec, artifact)
+            objects.append(entry)
+            contents |= files
+        branch = self.job.history.added(kernel.entry.asked.branch)
+        manifest = KernelManifest(
+            id=kernel.id,
+            number=kernel.number,
+            candidate=candidate.digest,
+            template=setup.template.name,
+            target=target.name,
+            language=target.language,
+            entry=setup.operator.entry,
+            branch=branch.id,
+            parents=tuple(p for p in (branch.parent, branch.other_parent) if p is not None),
+            origin=branch.origin,
+            note=branch.note,
+            lineage=tuple(_lineage(self.job.history, branch.id)),
+            knobs=asdict(candidate.knobs),
+            front=kernel.front,
+            fastest_on=kernel.fastest_on,
+            source=FileEntry.of(target.source, contents[target.source]),
+            objects=tuple(objects),
+            toolchain=next(iter(verdict.artifacts.values())).toolchain,
+            versions=dict(self.versions),
+            cpu=self.cpu,
+            gpu=self.gpu,
+            evidence=_evidence(verdict),
+            licence=target.licence(branch.origin),
+        )
+        return Exported(manifest, contents)
 
-def _exported(job: Job, kernel: Chosen, verdict: Confirmation, evaluator: HostEvaluator) -> Exported:
-    """Manifest and files of a kernel that held."""
-    setup, candidate = job.setup, _candidate(job, kernel)
-    contents = {"kernel.c": candidate.branch.source.encode()}
-    objects = []
-    for spec, artifact in verdict.artifacts.items():
+    def _object(
+        self, kernel: Chosen, candidate: Candidate, spec: Specialization, artifact: Artifact
+    ) -> tuple[ObjectEntry, dict[str, bytes]]:
+        """One specialization's entry, and its files by name."""
+        setup = self.job.setup
+        library = self.evaluator.library(artifact)
+        files = {f"{spec.label}.o": artifact.object_path.read_bytes(), f"{spec.label}.so": library}
+        object_entry, library_entry = (FileEntry.of(name, data) for name, data in files.items())
         constants = setup.template.unit(candidate.branch.source, candidate.knobs, spec).constants
-        entry, files = _object(kernel, spec, artifact, dict(constants), evaluator.library(artifact))
-        objects.append(entry)
-        contents |= files
-    branch = job.history.added(kernel.entry.asked.branch)
-    manifest = KernelManifest(
-        id=kernel.id,
-        number=kernel.number,
-        candidate=candidate.digest,
-        template=setup.template.name,
-        target="host",
-        language="c",
-        entry=setup.operator.entry,
-        branch=branch.id,
-        parents=tuple(p for p in (branch.parent, branch.other_parent) if p is not None),
-        origin=branch.origin,
-        note=branch.note,
-        lineage=tuple(_lineage(job.history, branch.id)),
-        knobs=asdict(candidate.knobs),
-        front=kernel.front,
-        fastest_on=kernel.fastest_on,
-        source=FileEntry.of("kernel.c", contents["kernel.c"]),
-        objects=tuple(objects),
-        toolchain=next(iter(verdict.artifacts.values())).toolchain,
-        versions=_versions(),
-        cpu=this_cpu(),
-        evidence=_evidence(verdict),
-        licence=_LICENCE.format(origin=branch.origin),
-    )
-    return Exported(manifest, contents)
+        entry = ObjectEntry(
+            label=spec.label,
+            specialization=_specialization_entry(spec),
+            constants=dict(constants),
+            object=object_entry,
+            library=library_entry,
+            reproducible=_reproducible(kernel, spec, files[object_entry.name]),
+            resources=dict(artifact.resources.values),
+            workspace=self.target.workspace(setup, candidate.knobs, spec),
+        )
+        return entry, files
 
-
-def _object(
-    kernel: Chosen, spec: Specialization, artifact: Artifact, constants: dict[str, Constant], library: bytes
-) -> tuple[ObjectEntry, dict[str, bytes]]:
-    """One specialization's entry, and its files by name."""
-    files = {f"{spec.label}.o": artifact.object_path.read_bytes(), f"{spec.label}.so": library}
-    object_entry, library_entry = (FileEntry.of(name, data) for name, data in files.items())
-    entry = ObjectEntry(
-        label=spec.label,
-        specialization=_specialization_entry(spec),
-        constants=constants,
-        object=object_entry,
-        library=library_entry,
-        reproducible=_reproducible(kernel, spec, files[object_entry.name]),
-        resources=dict(artifact.resources.values),
-    )
-    return entry, files
+    def index(self, held: Sequence[Exported], left_out: Sequence[LeftOut]) -> Index:
+        setup = self.job.setup
+        manifests = [kernel.manifest for kernel in held]
+        workloads = [_workload(setup, w, manifests) for w in setup.workloads] if manifests else []
+        return Index(
+            evotune=__version__,
+            created=datetime.now().astimezone().isoformat(timespec="seconds"),
+            study=setup.config.study.name,
+            operator=setup.operator.name,
+            template=setup.template.name,
+            target=self.target.name,
+            cpu=self.cpu,
+            gpu=self.gpu,
+            kernels={m.id: sha256(to_json(m)).hexdigest() for m in manifests},
+            workloads=tuple(workloads),
+            left_out=tuple(left_out),
+        )
 
 
 def _specialization_entry(spec: Specialization) -> SpecializationEntry:
@@ -285,11 +321,6 @@ def _lineage(history: History, branch: str) -> Iterator[Ancestor]:
     if added.parent is not None:
         yield from _lineage(history, added.parent)
     yield Ancestor(branch=added.id, origin=added.origin, note=added.note)
-
-
-def _versions() -> dict[str, str]:
-    found = {"evotune": __version__, "python": platform.python_version()}
-    return found | {name: importlib.metadata.version(name) for name in _VERSIONED}
 
 
 def _evidence(verdict: Confirmation) -> Evidence:
@@ -320,38 +351,21 @@ def _evidence(verdict: Confirmation) -> Evidence:
     )
 
 
-def _index(job: Job, held: Sequence[Exported], left_out: Sequence[LeftOut]) -> Index:
-    setup = job.setup
-    manifests = [kernel.manifest for kernel in held]
-    workloads = [_workload(setup, w, manifests) for w in setup.workloads] if manifests else []
-    return Index(
-        evotune=__version__,
-        created=datetime.now().astimezone().isoformat(timespec="seconds"),
-        study=setup.config.study.name,
-        operator=setup.operator.name,
-        template=setup.template.name,
-        cpu=this_cpu(),
-        kernels={m.id: sha256(to_json(m)).hexdigest() for m in manifests},
-        workloads=tuple(workloads),
-        left_out=tuple(left_out),
-    )
-
-
 def _workload(setup: Setup, workload: Workload, kernels: Sequence[KernelManifest]) -> WorkloadEntry:
     """With the kernel that was fastest on it at export: among few, so that the best is hardly flattered."""
     times: Mapping[str, float] = {
         k.id: t.time_us for k in kernels for t in k.evidence.timings if t.workload == workload.name
     }
     spec = specialization(setup.operator, workload)
-    case = setup.operator.solve(workload, 0)
+    question = setup.operator.question(workload)
     facts = {
         "name": workload.name,
         "group": workload.group,
         "label": spec.label,
         "dtype": spec.dtype,
         "constants": dict(spec.constants),
-        "sizes": dict(case.sizes),
-        "scalars": dict(case.scalars),
+        "sizes": dict(question.sizes),
+        "scalars": dict(question.scalars),
         "kernel": min(times, key=lambda id: times[id]),
     }
     return WorkloadEntry.model_validate(facts)

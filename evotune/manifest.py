@@ -12,10 +12,11 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -60,6 +61,17 @@ class SpecializationEntry(_Model):
     constants: dict[Name, Annotated[int, Field(ge=1, le=1024)] | Annotated[str, Field(max_length=40)]]
 
 
+class WorkspaceTerm(_Model):
+    """`bytes` times the product of the sizes named, such as 864 · T · HV."""
+
+    bytes: Annotated[int, Field(ge=0, le=2**40)]
+    sizes: Annotated[tuple[Name, ...], Field(max_length=8)]
+
+    def of(self, sizes: Mapping[str, int]) -> int:
+        """For a call of these sizes. Raises KeyError for a size that the operator does not have."""
+        return self.bytes * prod(sizes[name] for name in self.sizes)
+
+
 class ObjectEntry(_Model):
     """One compiled specialization.
 
@@ -71,6 +83,8 @@ class ObjectEntry(_Model):
         reproducible: whether this build and the one the study judged have the same bytes; None when the
             study's object is gone.
         resources: read from the object, unit in the name.
+        workspace: terms whose sum is what a caller hands over, at least what the kernel needs; None where the
+            library tells it itself.
     """
 
     label: Name
@@ -80,6 +94,11 @@ class ObjectEntry(_Model):
     library: FileEntry
     reproducible: bool | None
     resources: dict[Name, int]
+    workspace: Annotated[tuple[WorkspaceTerm, ...], Field(max_length=64)] | None = None
+
+    def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
+        """For a call of these sizes; 0 where the library tells. Raises KeyError as `WorkspaceTerm.of`."""
+        return sum(term.of(sizes) for term in self.workspace or ())
 
 
 class Interval(_Model):
@@ -153,6 +172,28 @@ class Cpu(_Model):
     model: Text
     flags: tuple[Name, ...]
 
+    @property
+    def label(self) -> str:
+        return self.model
+
+
+class Gpu(_Model):
+    """The GPU that the objects were judged and timed on.
+
+    Attributes:
+        driver: version of NVIDIA's driver.
+        cuda: version of CUDA that the driver brings.
+    """
+
+    name: Text
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    driver: Text
+    cuda: Text
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, driver {self.driver}"
+
 
 class KernelManifest(_Model):
     """One exported kernel.
@@ -164,6 +205,8 @@ class KernelManifest(_Model):
         front: whether it is on the study's Pareto front.
         fastest_on: workloads on which the study measured it fastest.
         versions: of evotune, Python and libraries.
+        cpu: of the machine it was exported on; for the host target, what the objects were built for.
+        gpu: what it was judged and timed on; None for the host target.
     """
 
     format: Literal["evotune-kernel/1"] = "evotune-kernel/1"
@@ -171,8 +214,8 @@ class KernelManifest(_Model):
     number: int
     candidate: Hash
     template: Name
-    target: Literal["host"]
-    language: Literal["c"]
+    target: Name
+    language: Literal["c", "cute"]
     entry: Name
     branch: Name
     parents: tuple[Name, ...]
@@ -187,6 +230,7 @@ class KernelManifest(_Model):
     toolchain: Text
     versions: dict[Name, Text]
     cpu: Cpu
+    gpu: Gpu | None = None
     evidence: Evidence
     licence: Text
 
@@ -225,7 +269,7 @@ class LeftOut(_Model):
 
 
 class Index(_Model):
-    """The directory."""
+    """The directory. All kernels are for one target."""
 
     format: Literal["evotune-pareto/1"] = "evotune-pareto/1"
     evotune: Text
@@ -233,7 +277,9 @@ class Index(_Model):
     study: Text
     operator: Name
     template: Name
+    target: Name = "host"
     cpu: Cpu
+    gpu: Gpu | None = None
     kernels: Annotated[dict[Name, Hash], Field(max_length=1000)]
     workloads: tuple[WorkloadEntry, ...]
     left_out: tuple[LeftOut, ...]

@@ -25,6 +25,8 @@ MUTATORS: Mapping[str, str] = {
 }
 # Functions (Setup) -> Evaluator, by a template's target.
 DEVICES: Mapping[str, str] = {"host": "evotune.devices:host", "sm_90a": "evotune.devices:sm_90a"}
+# How kernels of a target are exported and verified; only these are, see `evotune.targets`.
+TARGETS: Mapping[str, str] = {"host": "evotune.targets:HOST", "sm_90a": "evotune.targets:SM_90A"}
 SAMPLERS = ("pool", "tpe", "random")
 
 

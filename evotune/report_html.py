@@ -30,7 +30,7 @@ def page(index: Index, kernels: Sequence[KernelManifest], sources: Sequence[str]
         '<meta name=viewport content="width=device-width">',
         f"<title>{escape(index.study)}: Pareto front</title><style>{_STYLE}</style>",
         f"<h1>{escape(index.study)}: {len(kernels)} verified kernels</h1>",
-        f"<p class=muted>{escape(index.created)} · {escape(index.cpu.model)} · "
+        f"<p class=muted>{escape(index.created)} · {escape((index.gpu or index.cpu).label)} · "
         f"evotune {escape(index.evotune)}. "
         "Every kernel was rebuilt from source, passed the full gate with fresh seeds, and was timed again on "
         "inputs no choice was made with. Bars are intervals of the median over blocks.</p>",

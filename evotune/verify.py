@@ -1,21 +1,23 @@
 """Judges an exported directory again, as if an enemy had written it.
 
-Order: names and sizes, hashes, the drop-in's text, then for every object inspection, a link of our own that
-must give the shipped library byte for byte, and the full gate in the sandbox on cases solved now. The shipped
-library is never loaded; nothing is unpickled or imported from the directory.
+Order: names and sizes, hashes, the drop-in's text, then for every object inspection, a link of our own, and
+the full gate in the sandbox on cases solved now. The shipped library is judged: where our linker is the one
+that made it, it must be our link byte for byte (see `Bench.adopt`). Nothing is unpickled or imported from the
+directory.
+
+A machine without the target's device checks all but the gate and builds from source instead, where the
+compiler is there; what it could not do is said, and held against nobody (`Verification.undone`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evotune.bundle import BYTECODE, DROPINS, REPORTS
+from evotune.bundle import BYTECODE, REPORTS, dropin
 from evotune.errors import StudyError
-from evotune.fitness.gate import GateReport
 from evotune.fitness.operator import Operator
-from evotune.fitness.outcome import Failed
 from evotune.manifest import (
     KERNELS,
     MANIFEST,
@@ -25,11 +27,14 @@ from evotune.manifest import (
     ObjectEntry,
     read_index,
     read_kernel,
-    this_cpu,
 )
-from evotune.plugins import OPERATORS, load
+from evotune.plugins import OPERATORS, TARGETS, load
 from evotune.search_space.template import Specialization, Unit
-from evotune.workbench import Workbench
+from evotune.targets import Target
+from evotune.workbench import Bench
+
+_LINKED = {None: "", True: "", False: "linked by another linker than this machine's, judged as shipped"}
+_REBUILT = {None: "", True: "rebuilds to the same objects", False: "rebuilds to other objects"}
 
 
 @dataclass(frozen=True)
@@ -39,42 +44,65 @@ class Finding:
     Attributes:
         problem: why it failed; "" when it held.
         worst_error: largest error over bound in the gate; None when it did not get that far.
-        rebuilt: whether a rebuild from source gives the same object; None when not asked for.
+        relinked: whether our link of the objects gives the shipped libraries; None when nothing was linked.
+        rebuilt: whether a rebuild from source gives the same objects; None when nothing was built.
     """
 
     name: str
     problem: str = ""
     worst_error: float | None = None
+    relinked: bool | None = None
     rebuilt: bool | None = None
+    kernel: bool = False
 
     @property
     def line(self) -> str:
         """For a person who waits."""
         if self.problem:
             return f"{self.name}: FAILED: {self.problem}"
-        if self.worst_error is None:
+        if not self.kernel:
             return f"{self.name}: ours"
-        more = {None: "", True: "; rebuilds to the same object", False: "; rebuilds to another object"}
-        return f"{self.name}: full gate, {self.worst_error:.2f} of the bound{more[self.rebuilt]}"
+        return f"{self.name}: " + "; ".join(
+            word for word in (self._gate_word, _LINKED[self.relinked], _REBUILT[self.rebuilt]) if word
+        )
+
+    @property
+    def _gate_word(self) -> str:
+        if self.worst_error is None:
+            return "hashes and inspections hold, not run"
+        return f"full gate, {self.worst_error:.2f} of the bound"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that was found."""
+    """Everything that was found. `undone` says in one line what this machine could not look at, and why."""
 
     directory: str
     findings: tuple[Finding, ...]
+    undone: str = ""
 
     @property
     def held(self) -> bool:
+        """Nothing that was looked at failed."""
         return all(not finding.problem for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """For a person, after the directory's name."""
+        if not self.held:
+            return "does not hold"
+        return f"holds as far as this machine can tell: {self.undone}" if self.undone else "holds"
 
     def as_json(self) -> dict[str, Any]:
         return {
             "directory": self.directory,
             "held": self.held,
+            "undone": self.undone,
             "findings": [vars(finding) for finding in self.findings],
         }
+
+
+Objects = Mapping[Specialization, ObjectEntry]
 
 
 class _Broken(Exception):
@@ -85,8 +113,9 @@ def verify(
     directory: Path,
     *,
     rebuild: bool = False,
+    unsafe: bool = False,
     say: Callable[[Finding], None] = lambda finding: None,
-    opening: Callable[[Operator], Workbench] = Workbench.open,
+    opening: Callable[[Target, Operator], Bench] | None = None,
 ) -> Verification:
     """Judge all of it. `say` is called with each finding as it is made, `opening` once for the judge.
 
@@ -95,92 +124,149 @@ def verify(
     """
     with Folder.open(directory) as folder:
         index = read_index(folder)
-        if index.operator not in OPERATORS:
-            raise StudyError(f"{directory}: made for operator {index.operator}, which is not known here")
-        if not index.kernels:
-            raise StudyError(f"{directory}: the index names no kernel, so there is nothing to verify")
-        bench = opening(load(index.operator, OPERATORS, "operator"))
-        findings = []
-        for finding in _findings(folder, index, bench, rebuild):
-            say(finding)
-            findings.append(finding)
-    return Verification(str(directory), tuple(findings))
-
-
-def _findings(folder: Folder, index: Index, bench: Workbench, rebuild: bool) -> Iterator[Finding]:
-    texts = DROPINS[index.operator].texts()
-    for name in texts:
-        yield Finding(name, _dropin_problem(folder, index, name))
-    for workload in index.workloads:
-        if workload.kernel not in index.kernels:
-            yield Finding(MANIFEST, f"workload {workload.name!r} goes to a kernel that is not there")
-    for name in folder.names():
-        if name not in {*texts, *REPORTS, MANIFEST, KERNELS}:
-            problem = "has no place in an export; Python may load it in place of the drop-in: remove it"
-            yield Finding(name, problem)
-    with ExitStack() as stack:
+        operator, target = _known(directory, index)
+        bench = opening(target, operator) if opening else target.bench(operator, unsafe)
         try:
-            kernels = stack.enter_context(folder.folder(KERNELS))
-        except StudyError as error:
-            yield Finding(KERNELS, str(error))
-            return
-        for name in kernels.names():
-            if name not in index.kernels:
-                yield Finding(name, "the index does not name it")
-        for id, expected in index.kernels.items():
+            findings = []
+            for finding in _Judge(folder, index, bench, target, rebuild).findings():
+                say(finding)
+                findings.append(finding)
+            return Verification(str(directory), tuple(findings), _undone(bench, rebuild))
+        finally:
+            bench.close()
+
+
+def _known(directory: Path, index: Index) -> tuple[Operator, Target]:
+    """Only what ships: an address in a manifest is not imported. Raises StudyError."""
+    if index.operator not in OPERATORS:
+        raise StudyError(f"{directory}: made for operator {index.operator}, which is not known here")
+    if index.target not in TARGETS:
+        raise StudyError(f"{directory}: made for target {index.target}, which is not known here")
+    if not index.kernels:
+        raise StudyError(f"{directory}: the index names no kernel, so there is nothing to verify")
+    return load(index.operator, OPERATORS, "operator"), load(index.target, TARGETS, "target")
+
+
+def _undone(bench: Bench, rebuild: bool) -> str:
+    unable = bench.unable
+    build = unable.compile if rebuild or unable.run else ""
+    parts = {"no kernel was run": unable.run, "no library was linked": unable.link, "none was built": build}
+    return "; ".join(f"{what}: {why}" for what, why in parts.items() if why)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    folder: Folder
+    index: Index
+    bench: Bench
+    target: Target
+    rebuild: bool
+
+    def findings(self) -> Iterator[Finding]:
+        index = self.index
+        texts = dropin(index).texts()
+        for name, ours in texts.items():
+            yield Finding(name, self._dropin_problem(name, ours))
+        for workload in index.workloads:
+            if workload.kernel not in index.kernels:
+                yield Finding(MANIFEST, f"workload {workload.name!r} goes to a kernel that is not there")
+        for name in self.folder.names():
+            if name not in {*texts, *REPORTS, MANIFEST, KERNELS}:
+                problem = "has no place in an export; Python may load it in place of the drop-in: remove it"
+                yield Finding(name, problem)
+        with ExitStack() as stack:
             try:
-                yield _judge(kernels, id, expected, bench, rebuild)
-            except (_Broken, StudyError) as error:
-                yield Finding(id, str(error))
+                kernels = stack.enter_context(self.folder.folder(KERNELS))
+            except StudyError as error:
+                yield Finding(KERNELS, str(error))
+                return
+            for name in kernels.names():
+                if name not in index.kernels:
+                    yield Finding(name, "the index does not name it")
+            for id, expected in index.kernels.items():
+                try:
+                    yield self._kernel(kernels, id, expected)
+                except (_Broken, StudyError) as error:
+                    yield Finding(id, str(error))
+
+    def _dropin_problem(self, name: str, ours: bytes) -> str:
+        """The text that a user of the directory imports must be ours, whatever the index says of it."""
+        if name == BYTECODE and name not in self.folder.names():
+            return ""
+        try:
+            found = self.folder.read(name, len(ours))
+        except StudyError as error:
+            if name == BYTECODE:
+                return "holds what Python may load in place of the drop-in: remove it, nothing is lost"
+            return str(error)
+        if found == ours:
+            return ""
+        return f"is not the drop-in of this evotune (exported by version {self.index.evotune}): export again"
+
+    def _kernel(self, kernels: Folder, id: str, expected: str) -> Finding:
+        """Raises _Broken, StudyError."""
+        with kernels.folder(id) as folder:
+            manifest = read_kernel(folder, id, expected)
+            contents = {entry.name: folder.checked(entry) for entry in manifest.files()}
+            strangers = set(folder.names()) - {MANIFEST, *contents}
+        if strangers:
+            raise _Broken(f"the manifest does not name {min(strangers)}")
+        if manifest.target != self.index.target or manifest.language != self.target.language:
+            says = f"{manifest.target} in {manifest.language}"
+            raise _Broken(f"is for {says}, the index says {self.index.target}")
+        if problem := self.bench.misplaced(manifest):
+            raise _Broken(problem)
+        objects = {_specialization(built): built for built in manifest.objects}
+        same = [self._adopted(built, contents, manifest) for built in objects.values()]
+        error = None if self.bench.unable.run else self._gate(objects, contents, manifest)
+        rebuilt = self._rebuilds(objects, contents, manifest)
+        return Finding(id, worst_error=error, relinked=_all(same), rebuilt=rebuilt, kernel=True)
+
+    def _adopted(
+        self, built: ObjectEntry, contents: dict[str, bytes], manifest: KernelManifest
+    ) -> bool | None:
+        object_, library = contents[built.object.name], contents[built.library.name]
+        adoption = self.bench.adopt(object_, library, manifest)
+        if adoption.problem:
+            raise _Broken(f"{built.library.name}: {adoption.problem}")
+        return adoption.same
+
+    def _gate(self, objects: Objects, contents: dict[str, bytes], manifest: KernelManifest) -> float:
+        """The worst error over its bound. Raises _Broken."""
+        bench = self.bench
+        if manifest.entry != bench.operator.entry:
+            raise _Broken(f"exports {manifest.entry}, the operator's entry is {bench.operator.entry}")
+        libraries = {spec: contents[built.library.name] for spec, built in objects.items()}
+        workspaces = {spec: built.workspace_bytes for spec, built in objects.items()}
+        try:
+            with bench.session(libraries, manifest.entry, workspaces) as session:
+                report = bench.gate.judge(session, tuple(libraries), "full")
+        except (KeyError, TypeError, ValueError) as error:
+            # The operator cannot make sense of what the manifest calls a specialization or a size.
+            raise _Broken(f"its specializations are not understood: {error!r}") from error
+        if (failed := report.failed) is not None:
+            raise _Broken(failed.told)
+        return report.worst_error
+
+    def _rebuilds(
+        self, objects: Objects, contents: dict[str, bytes], manifest: KernelManifest
+    ) -> bool | None:
+        """Whether the source gives the objects: where asked for, or where nothing else speaks for them."""
+        bench = self.bench
+        if bench.unable.compile or not (self.rebuild or bench.unable.run):
+            return None
+        text = contents[manifest.source.name].decode(errors="replace")
+        for built in objects.values():
+            unit = Unit(manifest.language, text, manifest.entry, tuple(sorted(built.constants.items())))
+            if bench.compile(unit) != contents[built.object.name]:
+                if manifest.toolchain == bench.toolchain_id:
+                    raise _Broken("its source, built here with the same toolchain, gives another object")
+                return False
+        return True
 
 
-def _dropin_problem(folder: Folder, index: Index, name: str) -> str:
-    """The text that a user of the directory imports must be ours, whatever the index says of it."""
-    ours = DROPINS[index.operator].texts()[name]
-    if name == BYTECODE and name not in folder.names():
-        return ""
-    try:
-        found = folder.read(name, len(ours))
-    except StudyError as error:
-        if name == BYTECODE:
-            return "holds what Python may load in place of the drop-in: remove it, nothing is lost"
-        return str(error)
-    if found == ours:
-        return ""
-    return f"is not the drop-in of this evotune (exported by version {index.evotune}): export again"
-
-
-def _judge(kernels: Folder, id: str, expected: str, bench: Workbench, rebuild: bool) -> Finding:
-    """Raises _Broken, StudyError."""
-    with kernels.folder(id) as folder:
-        manifest = read_kernel(folder, id, expected)
-        contents = {entry.name: folder.checked(entry) for entry in manifest.files()}
-        strangers = set(folder.names()) - {MANIFEST, *contents}
-    if strangers:
-        raise _Broken(f"the manifest does not name {min(strangers)}")
-    _check_processor(manifest)
-    libraries = {}
-    for built in manifest.objects:
-        libraries[_specialization(built)] = _linked(built, contents, manifest, bench)
-    report = _gate(libraries, manifest, bench)
-    if (failed := report.failed) is not None:
-        raise _Broken(told(failed))
-    rebuilt = None
-    if rebuild:
-        rebuilt = all(_rebuilds(built, contents, manifest, bench) for built in manifest.objects)
-        if not rebuilt and manifest.toolchain == bench.toolchain.id:
-            raise _Broken("its source, built here with the same toolchain, gives another object")
-    return Finding(id, worst_error=report.worst_error, rebuilt=rebuilt)
-
-
-def _check_processor(manifest: KernelManifest) -> None:
-    here = this_cpu()
-    missing = sorted(set(manifest.cpu.flags) - set(here.flags))
-    if manifest.cpu.machine != here.machine or missing:
-        raise _Broken(
-            f"built for {manifest.cpu.model} ({manifest.cpu.machine}), this is {here.model} ({here.machine})"
-            f"{'; missing here: ' + ' '.join(missing[:8]) if missing else ''}: export again on this machine"
-        )
+def _all(same: Sequence[bool | None]) -> bool | None:
+    return None if None in same else all(same)
 
 
 def _specialization(built: ObjectEntry) -> Specialization:
@@ -189,42 +275,3 @@ def _specialization(built: ObjectEntry) -> Specialization:
     if spec.label != built.label:
         raise _Broken(f"object {built.label} says it is for {spec.label}")
     return spec
-
-
-def _linked(
-    built: ObjectEntry, contents: dict[str, bytes], manifest: KernelManifest, bench: Workbench
-) -> bytes:
-    linked = bench.link(contents[built.object.name], manifest.entry)
-    if isinstance(linked, Failed):
-        raise _Broken(f"{built.object.name}: {told(linked)}")
-    if linked != contents[built.library.name]:
-        raise _Broken(
-            f"{built.library.name} is not what linking {built.object.name} gives "
-            f"(exported with {manifest.toolchain.split(';')[0]}, here {bench.toolchain.version})"
-        )
-    return linked
-
-
-def _gate(libraries: dict[Specialization, bytes], manifest: KernelManifest, bench: Workbench) -> GateReport:
-    if manifest.entry != bench.operator.entry:
-        raise _Broken(f"exports {manifest.entry}, the operator's entry is {bench.operator.entry}")
-    try:
-        with bench.session(libraries, manifest.entry) as session:
-            return bench.gate.judge(session, tuple(libraries), "full")
-    except (KeyError, TypeError, ValueError) as error:
-        # The operator cannot make sense of what the manifest calls a specialization.
-        raise _Broken(f"its specializations are not understood: {error!r}") from error
-
-
-def _rebuilds(
-    built: ObjectEntry, contents: dict[str, bytes], manifest: KernelManifest, bench: Workbench
-) -> bool:
-    text = contents[manifest.source.name].decode(errors="replace")
-    unit = Unit("c", text, manifest.entry, tuple(sorted(built.constants.items())))
-    return bench.compile(unit) == contents[built.object.name]
-
-
-def told(failed: Failed) -> str:
-    """ "wrong at edges (odd T): o, head 0, chunk 1 …" """
-    case = f" ({failed.case})" if failed.case else ""
-    return f"{failed.failure.value} at {failed.stage.value}{case}: {failed.detail}"

@@ -146,6 +146,12 @@ class Failed:
     log: str = ""
     resources: Mapping[str, Resources] = field(default_factory=dict)
 
+    @property
+    def told(self) -> str:
+        """ "wrong at edges (odd T): o, head 0, chunk 1 …" """
+        case = f" ({self.case})" if self.case else ""
+        return f"{self.failure.value} at {self.stage.value}{case}: {self.detail}"
+
 
 @dataclass(frozen=True)
 class Retry:

@@ -10,12 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from evotune import bundle, manifest
+from evotune.fitness.operator import Operator
 from evotune.reference_kda.operator import KDA
 from evotune.reference_kda.problem import LOWER_BOUND
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Unit
 from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
-from evotune.workbench import Workbench
+from evotune.targets import Target
+from evotune.workbench import Bench, Workbench
 from tests.search_space.host_kernel import Kernel, compile_unit
 
 Build = Callable[[Unit], tuple[bytes, bytes]]
@@ -26,6 +28,12 @@ INTERVAL = manifest.Interval(low=1.8, median=2.0, high=2.3, confidence=0.96)
 def bench() -> Workbench:
     """One judge for all tests: solving the gate's cases takes seconds."""
     return Workbench.open(KDA)
+
+
+def opened(target: Target, operator: Operator) -> Bench:
+    """For `verify`."""
+    assert (target.name, operator.name) == ("host", "kda")
+    return bench()
 
 
 def timing(workload: str, group: str, time_us: float = 10.0) -> manifest.Timing:

@@ -166,8 +166,8 @@ def test_threads_do_not_share_a_workspace(kda: Any) -> None:
 
 def test_a_call_goes_to_the_nearest_workload(kda: Any) -> None:
     def chosen(N: int, T: int, HV: int) -> str:
-        shape = kda._Shape("float32", N, T, 1, HV, 64, 96, np.zeros(N + 1, np.int64))
-        return str(kda._choose(shape, "plain", None, None).kernel)
+        extents = kda.Extents("float32", N, T, 1, HV, 64, 96)
+        return str(kda.choose(extents, "plain", None, None).kernel)
 
     assert chosen(1, 16, 1) == "k-recurrent"
     assert chosen(1, 60, 1) == "k-recurrent"

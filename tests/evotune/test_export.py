@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evotune import devices
 from evotune import export as exporting
 from evotune.config import parse
 from evotune.errors import SandboxError, StudyError
@@ -108,7 +109,7 @@ class TestARealExport:
             assert timing.naive_ratio.low > 1
 
     def test_it_verifies(self, done: exporting.Exporting) -> None:
-        assert verify(done.out, opening=lambda operator: exports.bench()).held
+        assert verify(done.out, opening=exports.opened).held
 
     def test_the_dropin_computes_kda(self, done: exporting.Exporting) -> None:
         setup = resolve(parse(TABLES, "test"), done.out.parent)
@@ -196,7 +197,7 @@ def test_trouble_leaves_nothing_behind(
     asked: int,
 ) -> None:
     fake = Fake(verdict)
-    monkeypatch.setattr(exporting, "host", fake)
+    monkeypatch.setattr(devices, "host", fake)
     with pytest.raises(error):
         export(Job(setup, one(setup), tmp_path / "pareto"))
     assert fake.asked == asked
@@ -208,7 +209,7 @@ def test_when_none_holds_the_report_still_names_them(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        exporting, "host", Fake(Failed(Failure.FAULT, Stage.SMOKE, "SIGSEGV", case="one token"))
+        devices, "host", Fake(Failed(Failure.FAULT, Stage.SMOKE, "SIGSEGV", case="one token"))
     )
     done = export(Job(setup, one(setup), tmp_path / "pareto"))
     assert done.exported == ()
@@ -222,7 +223,7 @@ def test_an_existing_directory_is_refused_before_anything_is_judged(
 ) -> None:
     (tmp_path / "pareto").mkdir()
     fake = Fake(Retry(""))
-    monkeypatch.setattr(exporting, "host", fake)
+    monkeypatch.setattr(devices, "host", fake)
     with pytest.raises(StudyError, match="--force"):
         export(Job(setup, one(setup), tmp_path / "pareto"))
     assert fake.asked == 0

@@ -28,7 +28,7 @@ WRONG = TEMPLATE.source.replace("acc[j][n] += row * q[k + j];", "acc[j][n] += ro
 def verify(
     directory: Path, *, rebuild: bool = False, say: Callable[[Finding], None] = lambda finding: None
 ) -> Verification:
-    return verify_alone(directory, rebuild=rebuild, say=say, opening=lambda operator: exports.bench())
+    return verify_alone(directory, rebuild=rebuild, say=say, opening=exports.opened)
 
 
 @pytest.fixture(scope="module")
