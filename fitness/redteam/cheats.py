@@ -354,7 +354,7 @@ _RUNNING = (
         "a reply of its own in every descriptor, before the runner's",
         (45, 47),
         helpers=_RAW,
-        on_call="for (int64_t fd = 3; fd < 32; fd++) { int64_t reply[3] = {7, 0, 1000};"
+        on_call="for (int64_t fd = 3; fd < 1024; fd++) { int64_t reply[3] = {7, 0, 1000};"
         " raw(SYS_write, fd, (long)reply, 24, 0, 0, 0); } return;",
         caught=_SMOKE,
         failures=_FORGED,
@@ -364,7 +364,7 @@ _RUNNING = (
         "so that nobody hears of it",
         (47,),
         helpers=_RAW,
-        on_call="for (int64_t fd = 3; fd < 32; fd++) raw(SYS_close, fd, 0, 0, 0, 0, 0); return;",
+        on_call="for (int64_t fd = 3; fd < 1024; fd++) raw(SYS_close, fd, 0, 0, 0, 0, 0); return;",
         caught=_SMOKE,
         failures=_FORGED,
     ),
@@ -382,7 +382,7 @@ _RUNNING = (
         "takes the runner's place at its pipe",
         (47, 46),
         helpers=_RAW,
-        on_call="char room[4096]; for (int64_t fd = 3; fd < 32; fd++) raw(SYS_read, fd, (long)room, 4096, 0, 0, 0); return;",
+        on_call="char room[4096]; for (int64_t fd = 3; fd < 1024; fd++) raw(SYS_read, fd, (long)room, 4096, 0, 0, 0); return;",
         caught=_SMOKE,
         failures=frozenset({Failure.TIMEOUT}),
     ),
