@@ -1,5 +1,6 @@
 """KDA's forward on the GPU: evotune's objects beside FlashKDA, cuDNN and flash-linear-attention.
 
+    python experiments/build_objects.py experiments/kda_h200/objects.toml OBJECTS
     python experiments/bench_peers.py --evotune OBJECTS --out peers.json
     python experiments/bench_peers.py --evotune OBJECTS:default-production,default-plain --regimes strong,weak
     python experiments/bench_peers.py --table peers.json
