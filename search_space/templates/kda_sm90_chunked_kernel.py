@@ -16,11 +16,12 @@ With G_i the inclusive cumulative log decay inside a chunk and S [K, V] the stat
                 through a ring of `stages` slots in shared memory. A warp has 16 columns of S in the
                 accumulators of its matrix products, as rows of Sᵀ, and needs no other warp
 
-Operands (host tensors, contiguous): q, k [T, H, K], v, o [T, HV, V] in bf16; g [T, HV, K] and beta [T, HV]
-fp32 (plain) or bf16 (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or None (plain);
-initial and final state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not wanted";
-cu_seqlens [N + 1] int32 from 0 on; workspace uint8, `Plan.workspace` bytes. Value head hv reads the q and k
-of head hv // (HV / H).
+Operands (host tensors): q, k [T, H, K], v, o [T, HV, V] in bf16; g [T, HV, K] and beta [T, HV] fp32 (plain)
+or bf16 (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or None (plain); initial and final
+state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not wanted"; cu_seqlens [N + 1] int32
+from 0 on; workspace uint8, `Plan.workspace` bytes. Value head hv reads the q and k of head hv // (HV / H).
+Only the first axis may have gaps, in whole heads (beta's in any number); other strides are refused at the
+call.
 
 Constraints: `Plan.why_not`, and log decays of at least −5 a token: a chunk's share one anchor, its start.
 Operands of matrix products are rounded to bf16; decays, inverse and state are fp32. Offsets are 64-bit.
@@ -69,6 +70,11 @@ def rounded(acc):
     left = cute.make_rmem_tensor((PIECE, size // PIECE), BF16)
     left.store(cute.make_tensor(acc.iterator, cute.make_layout((PIECE, size // PIECE))).load().to(BF16))
     return left
+
+
+def row_stride(m):
+    """Elements from a token to the next one: rows may lie apart, as in a slice of a fused projection."""
+    return I32(m.stride[0])
 
 
 def zeros(*shape):
@@ -212,7 +218,8 @@ class KdaForward:
         rG = self.load_pairs(mG, t0, valid, hv, HV, tp)
         beta = F32(0.0)
         if lane % CHUNK < valid:
-            beta = self.beta((mBeta.iterator + (I64(t0 + lane % CHUNK) * HV + hv)).load().to(F32))
+            offset = I64(t0 + lane % CHUNK) * row_stride(mBeta) + hv
+            beta = self.beta((mBeta.iterator + offset).load().to(F32))
         slopes, offsets = self.gate_parameters(mA, mBias, hv, tp)
         factors = self.factors(rQ, rK, base, valid, scale, lane, w)
 
@@ -250,7 +257,7 @@ class KdaForward:
     def load_pairs(self, m, t0, valid, head, heads, tp):
         """Two neighbouring channels of 16 tokens, as they are: (2, CHUNK) registers."""
         raw = cute.make_rmem_tensor((2, CHUNK), m.element_type)
-        stride = heads * self.plan.K
+        stride = row_stride(m)
         first = I64(t0) * stride + (head * self.plan.K + 2 * tp)
         for i in cutlass.range_constexpr(CHUNK):
             offset = cute.assume(first + cutlass.min(I32(i), valid - 1) * stride, divby=2)
@@ -538,7 +545,7 @@ class KdaForward:
         if w < p.warps:
             column = tile * p.value_tile + w * TILE  # first column of S, and of v and o, of this warp
             rows = (mV, mO, hv, HV, column, begin, end)
-            states = ((I64(n) * HV + hv) * p.V + column) * p.K
+            states = (n, hv, column)
             S = self.initial_state(mInitial, states, base, w, lane)
             self.await_prepare()
             self.walk(records, rows, S, (mWork, N, T), w, lane, tx)
@@ -611,7 +618,7 @@ class KdaForward:
         mV, _, hv, HV, column, begin, end = rows
         token, half = lane // 2, lane % 2 * PIECE
         t = cutlass.min(begin + chunk * CHUNK + token, end - 1)
-        offset = cute.assume((I64(t) * HV + hv) * p.V + (column + half), divby=PIECE)
+        offset = cute.assume(I64(t) * row_stride(mV) + (hv * p.V + column + half), divby=PIECE)
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BF16, num_bits_per_copy=128
         )
@@ -804,7 +811,7 @@ class KdaForward:
         if t < end:
             row = cute.make_rmem_tensor(PIECE, BF16)
             cute.autovec_copy(place(base, patch + p.square_byte(token, half), BF16, PIECE, 16), row)
-            offset = cute.assume((I64(t) * HV + hv) * p.V + (column + half), divby=PIECE)
+            offset = cute.assume(I64(t) * row_stride(mO) + (hv * p.V + column + half), divby=PIECE)
             cute.autovec_copy(row, cute.make_tensor(mO.iterator + offset, cute.make_layout(PIECE)))
 
     @cute.jit
@@ -879,8 +886,10 @@ class KdaForward:
 
     @cute.jit
     def move_state(self, m, first, S, lane, load: cutlass.Constexpr):
-        """Between global memory and S, two channels at a time."""
+        """Between global memory, `first` (sequence, value head, column) on, and S, two channels at a time."""
         p = self.plan
+        n, hv, column = first
+        first = I64(n) * m.stride[0] + (I64(hv) * p.V + column) * p.K
         for j in cutlass.range_constexpr(p.K // 8):
             block = self.block(S, j, 1)
             for half in cutlass.range_constexpr(2):

@@ -12,11 +12,12 @@ chunks of `tokens` through a ring of `stages` slots in shared memory:
     step     per token: forget, correction, update, output; a column's K elements lie over `key_split` lanes.
              `unroll` tokens a turn: nothing waits for a token's output, so it overlaps the next one's start
 
-Operands (host tensors, contiguous): q, k [T, H, K], v, o [T, HV, V] in the io type; g [T, HV, K] and
-beta [T, HV] fp32 (plain) or io type (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or
-None (plain); initial and final state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not
-wanted"; cu_seqlens [N + 1] int32; workspace uint8, empty unless debugging. Value head hv reads the q and k of
-head hv // (HV / H).
+Operands (host tensors): q, k [T, H, K], v, o [T, HV, V] in the io type; g [T, HV, K] and beta [T, HV] fp32
+(plain) or io type (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or None (plain); initial
+and final state [N, HV, V, K] fp32, where an empty first extent means "zeros" and "not wanted"; cu_seqlens
+[N + 1] int32; workspace uint8, empty unless debugging. Value head hv reads the q and k of head
+hv // (HV / H). Only the first axis may have gaps, in whole heads (beta's in any number); other strides are
+refused at the call.
 
 Constraints: `Plan.why_not`. Offsets are 64-bit: static inner extents would make the DSL compute them in 32.
 """
@@ -32,6 +33,11 @@ from evotune.search_space.templates.kda_sm90_plan import ALIGNMENT_BYTES, WARP, 
 BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
 LOG2E = 1.4426950408889634
 NORM_EPSILON = 1e-6
+
+
+def row_stride(m):
+    """Elements from a token to the next one: rows may lie apart, as in a slice of a fused projection."""
+    return I32(m.stride[0])
 
 
 class KdaForward:
@@ -111,20 +117,20 @@ class KdaForward:
         sS = None
         if cutlass.const_expr(p.state == "shared"):
             sS = self.shared(smem, F32, (p.columns, p.slice // p.vector, p.threads, p.vector))
-        # (tensor, heads, head, width of a row, first element)
-        sources = ((mQ, H, h, p.K, 0), (mK, H, h, p.K, 0), (mG, HV, hv, p.K, 0), (mV, HV, hv, p.V, v0))
+        # (tensor, head, width of a row, first element)
+        sources = ((mQ, h, p.K, 0), (mK, h, p.K, 0), (mG, hv, p.K, 0), (mV, hv, p.V, v0))
 
         rate, rBias = self.gate_parameters(mA, mBias, hv, tx)
         begin, end = mCu[n], mCu[n + 1]
         chunks = (end - begin + (p.tokens - 1)) // p.tokens
-        first = ((I64(n) * HV + hv) * p.V + v0) * p.K  # of this block's columns in the states
+        first = (n, (I64(hv) * p.V + v0) * p.K)  # of this block's columns in the states
         rS = self.initial_state(mInitial, first, sS, tx)
 
         for j in cutlass.range_constexpr(p.stages - 1):
             if j < chunks:
                 self.copy_chunk(sources, ring, j, begin + j * p.tokens, end, tx)
             cute.arch.cp_async_commit_group()  # also when empty: the number of groups stays static
-        logit = self.fetch_beta(mBeta, begin, end, hv, HV, tx)
+        logit = self.fetch_beta(mBeta, begin, end, hv, tx)
         slot = I32(0)
         for chunk in cutlass.range(chunks, unroll=1):
             t0 = begin + chunk * p.tokens
@@ -145,7 +151,7 @@ class KdaForward:
             self.prepare(ring, slot, ready, rate, rBias, scale, lower_bound, valid, tx)
             if tx < p.tokens:
                 sBeta[tx] = self.beta(logit)
-            logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, HV, tx)
+            logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, tx)
             cute.arch.barrier()
             if cutlass.const_expr(p.debug):
                 self.write_prepared(mWork, ready, sBeta, t0, valid, T, HV, hv, v0, tx)
@@ -173,7 +179,7 @@ class KdaForward:
     @cute.jit
     def copy_rows(self, source, sX, t0, end, tx):
         """Rows t0 … of one operand into sX (tokens, width), 16 bytes a thread, asynchronously."""
-        m, heads, head, full, first = source
+        m, head, full, first = source
         lanes = 128 // m.element_type.width
         per_row = sX.shape[1] // lanes
         total = self.plan.tokens * per_row
@@ -186,7 +192,7 @@ class KdaForward:
             if e < total:
                 row, x = e // per_row, e % per_row * lanes
                 t = cutlass.min(t0 + row, end - 1)
-                src = m.iterator + ((I64(t) * heads + head) * full + first + x)
+                src = m.iterator + (I64(t) * row_stride(m) + (head * full + first + x))
                 dst = sX.iterator + (row * sX.shape[1] + x)
                 cute.copy(
                     atom,
@@ -197,11 +203,11 @@ class KdaForward:
     # EVOLVE-END copy_rows
 
     @cute.jit
-    def fetch_beta(self, mBeta, t0, end, hv, HV, tx):
+    def fetch_beta(self, mBeta, t0, end, hv, tx):
         """beta of token t0 + tx as fp32: a register, because rows of 2 bytes are too narrow for cp.async."""
         value = F32(0.0)
         if tx < self.plan.tokens and t0 + tx < end:
-            value = (mBeta.iterator + (I64(t0 + tx) * HV + hv)).load().to(F32)
+            value = (mBeta.iterator + (I64(t0 + tx) * row_stride(mBeta) + hv)).load().to(F32)
         return value
 
     @cute.jit
@@ -399,11 +405,12 @@ class KdaForward:
         """o[t, hv, column], by the first lane of the column; with it the correction in a debug build."""
         mO, mWork, T, HV, hv, v0, t, end = out
         if tx % self.plan.key_split == 0 and (self.plan.unroll == 1 or t < end):
-            offset = (I64(t) * HV + hv) * self.plan.V + v0 + column
+            offset = I64(t) * row_stride(mO) + (hv * self.plan.V + v0 + column)
             (mO.iterator + offset).store(y.to(self.io))
             if cutlass.const_expr(self.plan.debug):
                 first, _ = self.plan.intermediates(T, HV)["u"]
-                (self.floats(mWork) + (first + offset)).store(u)
+                place = (I64(t) * HV + hv) * self.plan.V + v0 + column
+                (self.floats(mWork) + (first + place)).store(u)
 
     def floats(self, mWork):
         """The workspace as fp32."""
@@ -457,8 +464,10 @@ class KdaForward:
 
     @cute.jit
     def move_state(self, m, first, rS, tx, load: cutlass.Constexpr):
-        """All columns of this thread between global memory and registers."""
+        """All columns of this thread between global memory, `first` (sequence, element) on, and registers."""
         p = self.plan
+        n, inside = first
+        first = I64(n) * m.stride[0] + inside
         for c in cutlass.range_constexpr(p.columns):
             for group in cutlass.range_constexpr(p.slice // p.vector):
                 offset = first + self.plan.column_of(tx, c) * p.K + self.plan.key_of(tx, group)
