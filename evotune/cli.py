@@ -22,8 +22,9 @@ from evotune.errors import DeviceError, DeviceLost, EvotuneError, StudyError
 if TYPE_CHECKING:
     from evotune.history import History
     from evotune.live import LiveLine
+    from evotune.opening import Opened
     from evotune.setup import Setup
-    from evotune.study import Opened, Stop
+    from evotune.study import Stop
 
 # One BLAS thread, set before numpy loads: the oracle's products are small, and a second thread that spins
 # beside the kernels being timed made the numpy form up to 100 times slower on a busy two-core machine.
@@ -66,7 +67,7 @@ def run(
     unsafe: Unsafe = False,
 ) -> None:
     """Begin a study and run it to its end."""
-    from evotune.study import begin
+    from evotune.opening import begin
 
     setup = _setup(study, directory, trials, time_limit, unsafe)
     if dry_run:
@@ -86,14 +87,14 @@ def resume(
     unsafe: Unsafe = False,
 ) -> None:
     """Continue a study that was interrupted, or give it more trials or time."""
-    from evotune import study as loop
+    from evotune import opening
 
     directory = _directory(study)
     if study is not None and study.is_file():
         setup = replace(_setup(study, directory, trials, time_limit, unsafe), directory=directory)
     else:
         setup = _recorded(directory, _history(directory), unsafe, trials=trials, time_limit_s=time_limit)
-    _run(setup, lambda: loop.resume(directory, setup), as_json)
+    _run(setup, lambda: opening.resume(directory, setup), as_json)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """study.toml → `StudyConfig`: read once, checked whole, frozen. Nobody downstream sees a missing value.
 
-Every key is documented in `experiments/reference.toml`, which a test loads. The tables [build], [gate] and
-[timing] have the fields of the dataclasses that the judge works with.
+Every key is documented in `experiments/reference.toml`, which a test loads. The tables [build], [gate],
+[timing] and [promotion] have the fields of the dataclasses that the judge and the loop work with.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from evotune.fitness.gate import GateLimits
 from evotune.fitness.timing import TimingPlan
 from evotune.mutators.client import LlmSettings
 from evotune.plugins import SAMPLERS, nearest
+from evotune.promotion import PromotionPlan
 
 # What may differ when a study is resumed: how far it goes and where it lies, never what it measures.
 MAY_CHANGE = frozenset(
@@ -35,7 +36,7 @@ class _Table(BaseModel):
 def _table_of(limits: type[Any], above: float | None = None) -> type[BaseModel]:
     """A table with the fields, types and defaults of a frozen dataclass; dataclasses inside become tables.
 
-    Numbers must be greater than `above`.
+    Numbers must be greater than `above`, or within the bounds (ge, gt, le, lt) of their field's metadata.
     """
     hints = get_type_hints(limits)
     fields: dict[str, Any] = {}
@@ -47,8 +48,8 @@ def _table_of(limits: type[Any], above: float | None = None) -> type[BaseModel]:
         elif get_origin(kind) is Mapping:
             fields[field.name] = (dict[*get_args(kind)], Field(default_factory=dict))  # type: ignore[misc]
         else:
-            bound = above if kind in (int, float) else None
-            fields[field.name] = (kind, Field(default=field.default, gt=bound))
+            bounds = field.metadata or ({"gt": above} if kind in (int, float) else {})
+            fields[field.name] = (kind, Field(default=field.default, **bounds))
     model: type[BaseModel] = create_model(limits.__name__, __config__=_RULES, **fields)
     return model
 
@@ -100,6 +101,7 @@ class ObjectivesTable(_Table):
 
 
 _BUILD, _GATE, _TIMING = (_table_of(limits, above=0) for limits in (BuildPlan, GateLimits, TimingPlan))
+_PROMOTION = _table_of(PromotionPlan, above=0)
 
 
 class StudyConfig(_Table):
@@ -113,6 +115,7 @@ class StudyConfig(_Table):
     build: _BUILD = Field(default_factory=_BUILD)  # type: ignore[valid-type]
     gate: _GATE = Field(default_factory=_GATE)  # type: ignore[valid-type]
     timing: _TIMING = Field(default_factory=_TIMING)  # type: ignore[valid-type]
+    promotion: _PROMOTION = Field(default_factory=_PROMOTION)  # type: ignore[valid-type]
 
     @property
     def build_plan(self) -> BuildPlan:
@@ -132,6 +135,10 @@ class StudyConfig(_Table):
     @property
     def timing_plan(self) -> TimingPlan:
         return _fill(TimingPlan, self.timing)
+
+    @property
+    def promotion_plan(self) -> PromotionPlan:
+        return _fill(PromotionPlan, self.promotion)
 
     def as_json(self) -> dict[str, Any]:
         """Every key with its value, defaults included; `parse` takes it back."""

@@ -9,7 +9,16 @@ from evotune.errors import StudyError
 from evotune.fitness.objectives import Column
 from evotune.fitness.outcome import Failed, Passed, Retry
 from evotune.journal import read
-from evotune.records import Asked, BranchAdded, Judged, Record, Refusal, StudyBegun
+from evotune.records import (
+    Asked,
+    BranchAdded,
+    Confirmation,
+    Contest,
+    Judged,
+    Record,
+    Refusal,
+    StudyBegun,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class History:
         refusals: proposals that came to nothing.
         retries: how often each candidate met trouble that was not its own, by index.
         steps: the number of steps begun.
+        contests, confirmations: of champions, in order.
     """
 
     begun: StudyBegun
@@ -49,6 +59,8 @@ class History:
     refusals: tuple[Refusal, ...]
     retries: Mapping[int, int] = field(default_factory=dict)
     steps: int = 0
+    contests: tuple[Contest, ...] = ()
+    confirmations: tuple[Confirmation, ...] = ()
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -61,7 +73,11 @@ class History:
 
     @property
     def elapsed_s(self) -> float:
-        return max((entry.judged.elapsed_s for entry in self.entries if entry.judged), default=0.0)
+        """Running time of the study so far, all sessions together."""
+        told = [entry.judged.elapsed_s for entry in self.entries if entry.judged]
+        told += [contest.elapsed_s for contest in self.contests]
+        told += [confirmation.elapsed_s for confirmation in self.confirmations]
+        return max(told, default=0.0)
 
     def added(self, branch: str) -> BranchAdded:
         return next(b for b in self.branches if b.id == branch)
@@ -129,6 +145,8 @@ def fold(records: Sequence[Record], before_step: int | None = None) -> History:
     asked: dict[int, Asked] = {}
     judged: dict[int, Judged] = {}
     retries: Counter[int] = Counter()
+    contests: list[Contest] = []
+    confirmations: list[Confirmation] = []
     steps = 0
     for record in records:
         step = getattr(record, "step", None)
@@ -146,5 +164,18 @@ def fold(records: Sequence[Record], before_step: int | None = None) -> History:
                 retries[record.index] += 1
             case Judged():
                 judged[record.index] = record
+            case Contest():
+                contests.append(record)
+            case Confirmation():
+                confirmations.append(record)
     entries = tuple(Entry(asked[i], judged.get(i)) for i in sorted(asked))
-    return History(records[0], tuple(branches), entries, tuple(refusals), retries, steps)
+    return History(
+        records[0],
+        tuple(branches),
+        entries,
+        tuple(refusals),
+        retries,
+        steps,
+        tuple(contests),
+        tuple(confirmations),
+    )

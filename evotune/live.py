@@ -7,6 +7,9 @@ from rich.console import Console
 from rich.status import Status
 
 from evotune.history import Entry, History
+from evotune.notes import champion
+from evotune.promotion import BASELINE, titles
+from evotune.records import Confirmation, Contest
 from evotune.report import progress
 from evotune.study import End, StudyRun
 
@@ -61,6 +64,13 @@ class LiveLine:
             self._told = (now, best)
             self.say(line)
 
+    def met(self, history: History, record: Contest | Confirmation) -> None:
+        """See `study.Observer`."""
+        if self._status is not None:
+            self._status.update(self._line(history))
+        title = next(title for title in titles(history) if title.group == record.group)
+        self.say(f"{record.group}: {champion(history, title)}")
+
     def finished(self, run: StudyRun, end: End) -> None:
         """See `study.Observer`."""
 
@@ -72,9 +82,12 @@ class LiveLine:
         if self._time_limit_s is not None:
             left = min(left, self._time_limit_s - history.elapsed_s)
         living = len(history.living())
+        proven = [title for title in titles(history) if title.champion != BASELINE]
+        champions = ", ".join(f"{title.group} #{title.champion}" for title in proven)
         parts = [
             f"{done}/{self._trials}",
             f"best {progress(history)}",
+            f"champions {champions}" if champions else "no champions yet",
             f"{living} {'branch' if living == 1 else 'branches'}",
             f"{rate * 60:.0f}/min",
             f"failed {failures}" if failures else "none failed",

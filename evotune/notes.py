@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from evotune.fitness.outcome import Failed, Outcome, Passed, Resources
 from evotune.history import History
-from evotune.records import Asked, Judged, verdict
+from evotune.promotion import Title, titles
+from evotune.records import Asked, Contest, Judged, verdict
 from evotune.search_space.branch import Branch
 from evotune.search_space.template import Specialization, Template
 
@@ -34,6 +35,41 @@ def note(history: History, asked: Asked, judged: Judged) -> str:
     if changed:
         parts += [f"## Difference to {branch.parent}", fence(changed[:_LONGEST_DIFF], "diff")]
     return "\n\n".join(part for part in parts if part)
+
+
+def championship(history: History) -> str:
+    """The study's note: champions, the evidence for them, what is published."""
+    rows = {title.group: champion(history, title) for title in titles(history)}
+    contests = [
+        f"- {contest.group}: candidate {contest.challenger} against {contest.champion}, "
+        f"{len(contest.blocks)} blocks, evidence {contest.evidence:.3g} "
+        f"of {1 / contest.level:.3g}: {'promoted' if contest.promoted else _kept(contest)}"
+        for contest in history.contests
+    ]
+    return "\n".join(["# Champions", "", _table("group", "champion", rows), "", "## Contests", "", *contests])
+
+
+def champion(history: History, title: Title) -> str:
+    """One line: who is champion of a group, and what is published of it."""
+    if title.won is None:
+        return f"the default: none of {len(title.contests)} challengers was shown to be faster"
+    asked = history.entries[title.champion].asked
+    name = f"candidate {title.champion} ({asked.branch})"
+    if title.published is None:
+        return f"{name}, not confirmed yet"
+    found = title.published
+    return (
+        f"{name}, {found.median:.3f}× the default's speed "
+        f"[{found.low:.3f}, {found.high:.3f}] at {found.coverage:.0%}"
+    )
+
+
+def _kept(contest: Contest) -> str:
+    if contest.failed is not None:
+        return f"out, {contest.failed.failure.value} at {contest.failed.stage.value}"
+    if contest.fallen:
+        return "the champion is out"
+    return "not shown to be faster"
 
 
 def headline(outcome: Outcome) -> str:

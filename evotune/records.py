@@ -2,7 +2,7 @@
 
 A step asks for a batch of candidates and, when one is due, for a proposal. Its records come in this order:
 
-    ask ask …   branch | refusal (if a proposal was due)   result result …
+    ask ask …   branch | refusal (if a proposal was due)   result result …   promotion | confirmation …
 
 so that a step with a result has all its asks, and what a step decided depends on earlier steps only.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from evotune.fitness.objectives import Column
-from evotune.fitness.outcome import Failed, Outcome, Passed, Retry
+from evotune.fitness.outcome import Failed, Measurement, Outcome, Passed, Retry, Stage
 from evotune.search_space.branch import Branch
 from evotune.search_space.template import Constant
 
@@ -122,6 +122,7 @@ class Judged:
 
     Attributes:
         seconds: wall time by phase.
+        saved_s: timing that a race left out.
         artifacts: digests of its objects by specialization label.
         elapsed_s: running time of the study so far, all sessions together.
     """
@@ -136,10 +137,72 @@ class Judged:
     seconds: Mapping[str, float]
     artifacts: Mapping[str, str]
     elapsed_s: float
+    saved_s: float = 0.0
     kind: Literal["result"] = "result"
 
 
-Record = StudyBegun | SessionBegun | BranchAdded | Refusal | Asked | Judged
+Blocks = tuple[tuple[Measurement, ...], ...]
+"""Raw times: by block, by workload of the group."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A challenger met the champion of a workload group; see `promotion`.
+
+    Attributes:
+        step: the step after which it was held.
+        challenger, champion: candidates by index.
+        level: bound on the probability that a challenger which is no faster is promoted.
+        evidence: the test's e-value at its end.
+        promoted: whether the challenger is the champion now.
+        blocks: `baseline_samples_us` are the champion's.
+        failed: why the challenger is out for good; None when it holds.
+        fallen: why the champion is out for good; "" when it holds.
+        seconds: wall time.
+        elapsed_s: as in `Judged`.
+    """
+
+    step: int
+    group: str
+    challenger: int
+    champion: int
+    level: float
+    evidence: float
+    promoted: bool
+    blocks: Blocks
+    failed: Failed | None
+    fallen: str
+    seconds: float
+    elapsed_s: float
+    kind: Literal["promotion"] = "promotion"
+
+    @property
+    def tested(self) -> bool:
+        """Whether evidence was seen, so that the level is spent."""
+        failed = self.failed
+        return bool(self.blocks) or bool(self.fallen) or (failed is not None and failed.stage is Stage.TIME)
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A champion timed against the default kernel on data that chose nothing: what is published.
+
+    Attributes:
+        blocks: `baseline_samples_us` are the default's; empty when it failed.
+        failed: why the champion is out for good; None when it holds.
+    """
+
+    step: int
+    group: str
+    champion: int
+    blocks: Blocks
+    failed: Failed | None
+    seconds: float
+    elapsed_s: float
+    kind: Literal["confirmation"] = "confirmation"
+
+
+Record = StudyBegun | SessionBegun | BranchAdded | Refusal | Asked | Judged | Contest | Confirmation
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 

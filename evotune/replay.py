@@ -6,7 +6,7 @@
 import json
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,42 +16,71 @@ from optuna.storages import InMemoryStorage
 
 from evotune.controller import Plan, randomness
 from evotune.errors import ProposalError, StudyError
-from evotune.fitness.evaluation import Evaluation, Evaluator
+from evotune.fitness.evaluation import Comparison, Evaluation, Evaluator, Fallen, Purpose
 from evotune.fitness.outcome import Failed, Outcome
+from evotune.fitness.racing import NO_BARS, Bars
+from evotune.fitness.timing import Timed
 from evotune.history import History, fold
 from evotune.journal import Journal, Lock, read
 from evotune.mutators.mutator import Mutator, Proposal, Request
-from evotune.records import Asked, BranchAdded, Judged, Record, Refusal
+from evotune.opening import Opened, first_records
+from evotune.promoter import Schedule
+from evotune.promotion import BASELINE, Defence, Turn, matches, titles
+from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Record, Refusal
 from evotune.search_space.branch import Candidate
 from evotune.search_space.space import Space
 from evotune.setup import Setup, from_header
-from evotune.study import Opened, Planner, StudyRun, first_records, plan_next
+from evotune.structures import proposal_of
+from evotune.study import Decisions, Planner, StudyRun, plan_next
 from evotune.trials import TrialBook, quiet
 
 Key = tuple[str, str]
+Pairing = tuple[Key, Key, str, str]
+"""Challenger, incumbent, group, purpose."""
 
 
 class ReplayEvaluator:
-    """Answers from records, each outcome of a candidate once and in order; the last one again after that."""
+    """Answers from records, each outcome of a candidate once and in order; the last one again after that.
 
-    def __init__(self, space: Space, outcomes: Mapping[Key, Sequence[Outcome]]) -> None:
+    So with comparisons, whose blocks must be enough where they were enough before.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        outcomes: Mapping[Key, Sequence[Outcome]],
+        comparisons: Sequence[tuple[Pairing, Contest | Confirmation]] = (),
+    ) -> None:
         self._space = space
         self._outcomes = {key: deque(found) for key, found in outcomes.items()}
+        self._comparisons: defaultdict[Pairing, deque[Contest | Confirmation]] = defaultdict(deque)
+        for pairing, record in comparisons:
+            self._comparisons[pairing].append(record)
 
     @classmethod
     def of(cls, records: Sequence[Record], space: Space) -> "ReplayEvaluator":
         """What a journal's candidates came to."""
         branches = {record.id: record.branch for record in records if isinstance(record, BranchAdded)}
         asked = {record.trial: record for record in records if isinstance(record, Asked)}
+        keys = {
+            ask.index: _key(space, Candidate(branches[ask.branch], space.decode(ask.knobs)))
+            for ask in asked.values()
+        }
         outcomes: defaultdict[Key, list[Outcome]] = defaultdict(list)
+        comparisons: list[tuple[Pairing, Contest | Confirmation]] = []
         for record in records:
-            if isinstance(record, Judged):
-                ask = asked[record.trial]
-                candidate = Candidate(branches[ask.branch], space.decode(ask.knobs))
-                outcomes[_key(space, candidate)].append(record.outcome)
-        return cls(space, outcomes)
+            match record:
+                case Judged():
+                    outcomes[keys[record.index]].append(record.outcome)
+                case Contest():
+                    pair = keys[record.challenger], keys[record.champion]
+                    comparisons.append(((*pair, record.group, "promotion"), record))
+                case Confirmation():
+                    pair = keys[record.champion], keys[BASELINE]
+                    comparisons.append(((*pair, record.group, "confirmation"), record))
+        return cls(space, outcomes, comparisons)
 
-    def submit(self, candidate: Candidate) -> Future[Evaluation]:
+    def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
         """A future that is done. Raises StudyError for a candidate that was not recorded."""
         found = self._outcomes.get(_key(self._space, candidate))
         if found is None:
@@ -59,6 +88,30 @@ class ReplayEvaluator:
         future: Future[Evaluation] = Future()
         future.set_result(Evaluation(found.popleft() if len(found) > 1 else found[0]))
         return future
+
+    def compare(
+        self,
+        challenger: Candidate,
+        incumbent: Candidate,
+        enough: Callable[[Timed], bool],
+        *,
+        group: str,
+        purpose: Purpose,
+    ) -> Comparison | Fallen | Failed:
+        """What was measured. Raises StudyError for a comparison that was not recorded, or ends elsewhere."""
+        mine, theirs = (_key(self._space, candidate) for candidate in (challenger, incumbent))
+        waiting = self._comparisons[mine, theirs, group, purpose]
+        if not waiting:
+            raise StudyError(f"the journal has no {purpose} of {challenger.branch.id} on {group}")
+        record = waiting.popleft()
+        if record.failed is not None:
+            return record.failed
+        if isinstance(record, Contest) and record.fallen:
+            return Fallen(record.fallen)
+        blocks = tuple(Timed(block, 0.0, 0.0) for block in record.blocks)
+        if [enough(block) for block in blocks] != [False] * (len(blocks) - 1) + [True]:
+            raise StudyError(f"a {purpose} on {group} is not decided after the blocks that were recorded")
+        return Comparison(blocks, 0.0)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -80,7 +133,7 @@ class ReplayMutator:
     def propose(self, request: Request) -> Proposal:
         match self.proposals.get(request.seed):
             case BranchAdded() as added:
-                return self._proposal(added)
+                return proposal_of(added, self.space)
             case Refusal() as refusal:
                 raise ProposalError(refusal.detail, refusal.problem)
             case _:
@@ -89,24 +142,11 @@ class ReplayMutator:
     def repair(self, request: Request, proposal: Proposal, failed: Failed) -> Proposal | None:
         match self.repairs.get(request.seed):
             case BranchAdded() as added:
-                return self._proposal(added)
+                return proposal_of(added, self.space)
             case Refusal(problem=problem, detail=detail) if problem != "no_repair":
                 raise ProposalError(detail, problem)
             case _:
                 return None
-
-    def _proposal(self, added: BranchAdded) -> Proposal:
-        return Proposal(
-            source=added.source,
-            parent=added.parent or "",
-            origin=added.origin,
-            note=added.note,
-            other_parent=added.other_parent,
-            start=self.space.decode(added.start) if added.start is not None else None,
-            cost_usd=added.cost_usd,
-            reference=added.reference,
-            extra=added.extra,
-        )
 
 
 def mutators_of(records: Sequence[Record], space: Space, seed: int) -> dict[str, ReplayMutator]:
@@ -136,11 +176,15 @@ def replay(directory: Path) -> tuple[Record, ...]:
     for name in config.mutation.operators:
         mutators.setdefault(name, ReplayMutator(name, setup.space))
     evaluator = ReplayEvaluator.of(records, setup.space)
-    return run_in_memory(setup, evaluator, mutators, _as_recorded(records))
+    decisions = Decisions(_planned_as_recorded(records), _promoted_as_recorded(records))
+    return run_in_memory(setup, evaluator, mutators, decisions)
 
 
 def run_in_memory(
-    setup: Setup, evaluator: Evaluator, mutators: Mapping[str, Mutator], planner: Planner = plan_next
+    setup: Setup,
+    evaluator: Evaluator,
+    mutators: Mapping[str, Mutator],
+    decisions: Decisions | None = None,
 ) -> tuple[Record, ...]:
     """The loop without a study directory or notes: for replays and for comparing samplers. The records."""
     quiet()
@@ -150,7 +194,7 @@ def run_in_memory(
         opened = Opened(setup, Lock(directory), Journal(directory), [], book)
         for record in first_records(setup):
             opened.append(record)
-        StudyRun(opened, evaluator, mutators, furnishing=_nothing, planner=planner).run()
+        StudyRun(opened, evaluator, mutators, furnishing=_nothing, decisions=decisions).run()
         opened.close()
     return tuple(opened.records)
 
@@ -166,7 +210,7 @@ def _whole_steps(records: Sequence[Record]) -> tuple[Record, ...]:
     return tuple(r for r in records if end is None or getattr(r, "step", -1) < end)
 
 
-def _as_recorded(records: Sequence[Record]) -> Planner:
+def _planned_as_recorded(records: Sequence[Record]) -> Planner:
     """Plan as the loop does, but no further than each step went: a study may have been given more trials."""
     slots = {(record.step, record.index) for record in records if isinstance(record, Asked)}
     proposals = {record.step for record in records if isinstance(record, BranchAdded | Refusal)}
@@ -177,6 +221,25 @@ def _as_recorded(records: Sequence[Record]) -> Planner:
         return Plan(full.step, kept, full.mutation if full.step in proposals else None)
 
     return plan
+
+
+def _promoted_as_recorded(records: Sequence[Record]) -> Schedule:
+    """When and in which group as recorded, which is the clock's business; who meets whom as decided now."""
+    recorded = [record for record in records if isinstance(record, Contest | Confirmation)]
+
+    def promote(setup: Setup, history: History, over: bool) -> Turn | None:
+        done = len(history.contests) + len(history.confirmations)
+        due = recorded[done] if done < len(recorded) else None
+        if due is None or due.step != history.steps - 1:
+            return None
+        if isinstance(due, Confirmation):
+            return Defence(due.group, next(t.champion for t in titles(history) if t.group == due.group))
+        found = [match for match in matches(history, setup.promotion) if match.group == due.group]
+        if not found:
+            raise StudyError(f"the journal has a promotion on {due.group} where nobody may challenge")
+        return found[0]
+
+    return promote
 
 
 def _nothing(setup: Setup, history: History, asked: Asked, judged: Judged) -> tuple[str, Mapping[str, str]]:

@@ -1,6 +1,8 @@
 """What `status` and `show` tell, as JSON and as tables for a terminal."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from rich.text import Text
 from evotune.errors import StudyError
 from evotune.history import Entry, History, primary
 from evotune.mutators.transcript import FILE, Transcript
-from evotune.notes import diff, headline
+from evotune.notes import champion, diff, headline
 from evotune.pareto import best_per_column, front
+from evotune.promotion import Title, resolved, spent, titles
 from evotune.records import to_json, verdict
 
 
@@ -24,8 +27,13 @@ def spent_usd(history: History, directory: Path) -> float:
     return others + Transcript(directory / FILE).spent_usd
 
 
-def status(history: History, cost_usd: float) -> dict[str, Any]:
-    """State of a study: branches, best per objective, front, failure classes, spend. JSON-ready."""
+def status(
+    history: History, cost_usd: float, resolutions: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """State of a study: branches, best per objective, champions, front, failure classes, spend. JSON-ready.
+
+    `resolutions` are this machine's by workload group: the least gain it can tell from none, as log-ratios.
+    """
     judged = history.judged
     study = history.begun.config["study"]
     best = best_per_column(history.columns, judged)
@@ -45,6 +53,10 @@ def status(history: History, cost_usd: float) -> dict[str, Any]:
             for column in history.columns
             if column.name in best
         },
+        "champions": [
+            _champion(history, title, (resolutions or {}).get(title.group)) for title in titles(history)
+        ],
+        "seconds": _seconds(history),
         "front": [candidate(history, entry) for entry in front(history.columns, judged)],
         "branches": [_branch(history, branch.id) for branch in history.branches],
     }
@@ -55,6 +67,34 @@ def candidate(history: History, entry: Entry) -> dict[str, Any]:
     values = {value.name: value.value for value in entry.passed.values} if entry.passed else {}
     asked = entry.asked
     return {"candidate": asked.index, "branch": asked.branch, "knobs": dict(asked.knobs), "values": values}
+
+
+def _champion(history: History, title: Title, resolution: float | None) -> dict[str, Any]:
+    """`resolved` is None before there is a value."""
+    won, published = title.won, title.published
+    return {
+        "group": title.group,
+        "champion": title.champion,
+        "branch": history.entries[title.champion].asked.branch,
+        "told": champion(history, title),
+        "contests": len(title.contests),
+        "blocks": len(won.blocks) if won else 0,
+        "evidence": won.evidence if won else None,
+        "level": won.level if won else None,
+        "speedup": asdict(published) if published else None,
+        "resolution": resolution,
+        "resolved": resolved(published, resolution) if published else None,
+    }
+
+
+def _seconds(history: History) -> dict[str, float]:
+    """Of timing candidates, what races left out of it, and what promotions and confirmations took."""
+    judged = [entry.judged for entry in history.judged if entry.judged]
+    return {
+        "timing": round(sum(judgement.seconds.get("time", 0.0) for judgement in judged), 3),
+        "saved_by_races": round(sum(judgement.saved_s for judgement in judged), 3),
+        "promotion": round(spent(history), 3),
+    }
 
 
 def _branch(history: History, branch: str) -> dict[str, Any]:
@@ -111,6 +151,7 @@ def status_view(state: Mapping[str, Any]) -> RenderableType:
         f"spent ${state['cost_usd']:.2f}"
     )
     parts: list[RenderableType] = [head, _best_table(state["best"]), _branches_table(state["branches"])]
+    parts += [_champions_table(state["champions"]), Text(_seconds_line(state))]
     if state["front"]:
         parts.append(_front_table(state["front"]))
     else:
@@ -181,6 +222,39 @@ def _branches_table(branches: list[Mapping[str, Any]]) -> Table:
         )
         table.add_row(*map(Text, row))
     return table
+
+
+def _champions_table(champions: list[Mapping[str, Any]]) -> Table:
+    table = Table("group", "champion", "evidence", "level", "blocks", title="Champions", title_justify="left")
+    for c in champions:
+        told = c["told"]
+        if c["resolved"] is False:
+            least = (
+                f", below the {math.expm1(c['resolution']):.1%} that this machine can tell"
+                if c["resolution"]
+                else ""
+            )
+            told += f": not resolved{least}"
+        tested = c["evidence"] is not None
+        row = (
+            c["group"],
+            told,
+            f"{c['evidence']:.3g}" if tested else "",
+            f"{c['level']:.2g}" if tested else "",
+            str(c["blocks"]) if tested else "",
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _seconds_line(state: Mapping[str, Any]) -> str:
+    seconds = state["seconds"]
+    saved, timing = seconds["saved_by_races"], seconds["timing"]
+    share = saved / (saved + timing) if saved + timing else 0.0
+    return (
+        f"Races saved {saved:.1f} s of timing ({share:.0%}); "
+        f"promotions and confirmations took {seconds['promotion']:.1f} s"
+    )
 
 
 def _front_table(members: list[Mapping[str, Any]]) -> Table:

@@ -13,6 +13,7 @@ from evotune.fitness.objectives import Column, Objective, columns, objective
 from evotune.fitness.operator import Operator, Workload, specialization
 from evotune.mutators.mutator import Mutator
 from evotune.plugins import DEVICES, MUTATORS, OPERATORS, TEMPLATES, load
+from evotune.promotion import PromotionPlan
 from evotune.search_space.space import Space
 from evotune.search_space.template import Specialization, Template
 
@@ -57,6 +58,10 @@ class Setup:
             max_branches=mutation.max_branches,
             trials=study.trials,
         )
+
+    @property
+    def promotion(self) -> PromotionPlan:
+        return self.config.promotion_plan
 
     @property
     def storage_url(self) -> str:

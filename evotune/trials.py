@@ -58,6 +58,12 @@ def mend(directory: Path) -> None:
         stale.unlink(missing_ok=True)
 
 
+def discard(storage: BaseStorage, name: str) -> None:
+    """Delete a study that a killed process began and nothing depends on, where there is one."""
+    if name in optuna.get_all_study_names(storage):
+        optuna.delete_study(study_name=name, storage=storage)
+
+
 class TrialBook:
     """One Optuna study: its trials by number.
 
@@ -141,6 +147,10 @@ class TrialBook:
             self.study.tell(trial, state=TrialState.PRUNED)
         else:
             self.study.tell(trial, state=TrialState.FAIL)
+
+    def publish(self, note: str) -> None:
+        """The study's own note, in place of the one before: finished trials are immutable, a study is not."""
+        save_note(self.study, note)
 
     def reconcile(self, asked: Sequence[Asked], judged: Sequence[Judged]) -> list[Judged]:
         """Compare with the journal after an interruption; tell FAIL to RUNNING trials without a result.

@@ -39,12 +39,10 @@ class Comparison:
         blocks: in order; `baseline_samples_us` are the incumbent's. Every block is one ABBA or BAAB of calls
             per workload.
         worst_error: of the challenger, over its bound, gate and timed calls together.
-        seconds: wall time, builds included.
     """
 
     blocks: tuple[Timed, ...]
     worst_error: float
-    seconds: float
 
 
 @dataclass(frozen=True)

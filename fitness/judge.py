@@ -212,7 +212,6 @@ class CompiledEvaluator(ABC, Generic[Process]):
         purpose: Purpose,
     ) -> Comparison | Fallen | Failed | Retry:
         """See `Evaluator.compare`."""
-        begun_s = time.monotonic()
         builds, theirs = self._start_builds(challenger), self._start_builds(incumbent)
         targets = [target for target in self.problem.targets if target.workload.group == group]
         gate = self._second_gate if purpose == "promotion" else self._third_gate
@@ -230,7 +229,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 except _Fell as fell:
                     return Fallen(str(fell))
             worst_error = max(report.worst_error, *(block.worst_error for block in blocks))
-            return Comparison(tuple(blocks), worst_error, time.monotonic() - begun_s)
+            return Comparison(tuple(blocks), worst_error)
 
         return self._ask(work)
 

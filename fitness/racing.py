@@ -22,6 +22,11 @@ NO_BARS: Bars = {}
 _TICK_US = 1e-3  # of the clocks: a time of zero has no logarithm
 
 
+def log_speedup(baseline_us: float, mine_us: float) -> float:
+    """Of one pair of timed calls; finite whatever the clocks say."""
+    return math.log(max(baseline_us, _TICK_US) / max(mine_us, _TICK_US))
+
+
 @dataclass
 class Heat:
     """The timed pairs of one kernel on one workload.
@@ -44,7 +49,7 @@ class Heat:
 
     def pair(self, baseline_us: float, mine_us: float) -> bool:
         """Take a pair of timed calls. Whether the pairs that are left may be left out."""
-        self.log_speedups.append(math.log(max(baseline_us, _TICK_US) / max(mine_us, _TICK_US)))
+        self.log_speedups.append(log_speedup(baseline_us, mine_us))
         self._spent_s = time.perf_counter() - self._begun_s
         if self.race is None:
             return False

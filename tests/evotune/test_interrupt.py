@@ -65,11 +65,11 @@ def background(*arguments: str | Path, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_results(directory: Path, count: int) -> None:
-    """Until the journal has so many results."""
+def wait_for_results(directory: Path, count: int, kind: str = "result") -> None:
+    """Until the journal has so many results, or other records."""
     for _ in range(600):
         path = directory / FILE
-        if path.exists() and path.read_text(errors="replace").count('"kind":"result"') >= count:
+        if path.exists() and path.read_text(errors="replace").count(f'"kind":"{kind}"') >= count:
             return
         time.sleep(0.05)
     raise AssertionError("the study made no progress")
@@ -130,8 +130,7 @@ def test_the_first_signal_finishes_what_is_in_flight(tmp_path: Path, number: sig
 def test_the_second_signal_stops_now_and_loses_only_what_is_in_flight(tmp_path: Path) -> None:
     path = study_file(tmp_path)
     process = background("run", path, TOY_DELAY_S="1.0")
-    wait_for_results(tmp_path / "toy.study", 1)
-    time.sleep(0.3)
+    wait_for_results(tmp_path / "toy.study", 5, "ask")  # the default's, and a step that is in flight
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     sent = time.monotonic()

@@ -19,9 +19,10 @@ from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, read
-from evotune.records import Asked, BranchAdded, Judged, Refusal
+from evotune.opening import begin, resume
+from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Refusal
 from evotune.replay import ReplayEvaluator, replay, run_in_memory
-from evotune.study import End, Stop, StudyRun, begin, resume
+from evotune.study import End, Stop, StudyRun
 from evotune.trials import JOURNAL_FILE, storage_at
 from tests.evotune.toy import ToyDevice, found, mutators, run_study, setup_of, study_file
 
@@ -119,10 +120,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entries: list[int] = []
+        self.meetings: list[Contest | Confirmation] = []
         self.ended: End | None = None
 
     def judged(self, history: History, entry: Entry) -> None:
         self.entries.append(entry.asked.index)
+
+    def met(self, history: History, record: Contest | Confirmation) -> None:
+        self.meetings.append(record)
 
     def finished(self, run: StudyRun, end: End) -> None:
         self.ended = end

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -25,18 +25,21 @@ import numpy as np
 from evotune.cli import main
 from evotune.config import load
 from evotune.errors import DeviceError, DeviceLost, ProposalError, StudyError
-from evotune.fitness.evaluation import Evaluation
+from evotune.fitness.evaluation import Comparison, Evaluation, Fallen, Purpose
 from evotune.fitness.objectives import Evidence, values
 from evotune.fitness.operator import Case, GateCase, Law, Level, Parameter
-from evotune.fitness.outcome import Failed, Failure, Measurement, Outcome, Passed, Resources, Stage
+from evotune.fitness.outcome import Failed, Failure, Measurement, Outcome, Passed, Resources, Retry, Stage
+from evotune.fitness.racing import NO_BARS, Bars
+from evotune.fitness.timing import Timed
 from evotune.history import fold
 from evotune.mutators.mutator import Proposal, Request
+from evotune.opening import begin, resume
 from evotune.records import Record
 from evotune.search_space.branch import Candidate, replace_stage, stages
 from evotune.search_space.space import knob
 from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
 from evotune.setup import Setup, mutators, resolve
-from evotune.study import Stop, StudyRun, begin, resume
+from evotune.study import Stop, StudyRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """// frame
@@ -147,6 +150,10 @@ def time_us(knobs: ToyKnobs, size: int) -> float:
     )
 
 
+def speed(source: str) -> int:
+    return int(re.findall(r"speed = (\d+)", source)[-1])
+
+
 def outcome(setup: Setup, candidate: Candidate) -> Outcome:
     source, knobs = candidate.branch.source, candidate.knobs
     if "#error" in source:
@@ -155,11 +162,10 @@ def outcome(setup: Setup, candidate: Candidate) -> Outcome:
         )
     if "int wrong" in source or (knobs.place == "static" and knobs.depth == 5):
         return Failed(Failure.WRONG, Stage.EDGES, "o, head 0, chunk 1: 3.1 × the bound", case="odd T")
-    speed = int(re.findall(r"speed = (\d+)", source)[-1])
     measured = []
     for workload in setup.workloads:
         mine, base = (time_us(k, workload.size) for k in (knobs, ToyKnobs()))
-        measured.append(Measurement(workload.name, workload.group, (mine / speed,) * 3, (base,) * 3))
+        measured.append(Measurement(workload.name, workload.group, (mine / speed(source),) * 3, (base,) * 3))
     error = 0.1 + 0.05 * knobs.depth
     evidence = Evidence(tuple(measured), error, 1.0, source, "c")
     reports = {setup.specializations[0].label: Resources({"code_bytes": 100 * knobs.unroll})}
@@ -167,17 +173,35 @@ def outcome(setup: Setup, candidate: Candidate) -> Outcome:
 
 
 class ToyDevice:
-    """Judges in one thread, in order. `troubles` maps a number of submission to what happens instead."""
+    """Judges in one thread, in order.
 
-    def __init__(self, setup: Setup, troubles: Mapping[int, Outcome | Exception] | None = None) -> None:
+    `troubles` maps a number of submission to what happens instead, `fates` a number of comparison. `noise` is
+    the standard deviation of a compared call's log-time; screening has none.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        troubles: Mapping[int, Outcome | Exception] | None = None,
+        fates: Mapping[int, Fallen | Failed | Retry | Exception] | None = None,
+        *,
+        noise: float = 0.01,
+        seed: int = 0,
+    ) -> None:
         self._setup = setup
         self._troubles = dict(troubles or {})
+        self._fates = dict(fates or {})
         self._thread = ThreadPoolExecutor(1)
         self._delay_s = float(os.environ.get("TOY_DELAY_S", "0"))
         self.submitted: list[Candidate] = []
+        self.bars: list[Bars] = []
+        self.compared: list[tuple[str, str]] = []
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
         self.closed = threading.Event()
 
-    def submit(self, candidate: Candidate) -> Future[Evaluation]:
+    def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
+        self.bars.append(bars)
         trouble = self._troubles.get(len(self.submitted))
         self.submitted.append(candidate)
         return self._thread.submit(self._judge, candidate, trouble)
@@ -187,6 +211,35 @@ class ToyDevice:
         if isinstance(trouble, Exception):
             raise trouble
         return Evaluation(trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": 0.2})
+
+    def compare(
+        self,
+        challenger: Candidate,
+        incumbent: Candidate,
+        enough: Callable[[Timed], bool],
+        *,
+        group: str,
+        purpose: Purpose,
+    ) -> Comparison | Fallen | Failed | Retry:
+        fate = self._fates.get(len(self.compared))
+        self.compared.append((group, purpose))
+        if isinstance(fate, Exception):
+            raise fate
+        if fate is not None:
+            return fate
+        blocks = []
+        while not blocks or not enough(blocks[-1]):
+            blocks.append(Timed(tuple(self._block(challenger, incumbent, group)), 0.5, 1.0))
+        return Comparison(tuple(blocks), 0.5)
+
+    def _block(self, challenger: Candidate, incumbent: Candidate, group: str) -> Iterator[Measurement]:
+        for workload in self._setup.workloads:
+            if workload.group == group:
+                times = []
+                for candidate in (challenger, incumbent):
+                    true = time_us(candidate.knobs, workload.size) / speed(candidate.branch.source)
+                    times.append(tuple(true * np.exp(self._noise * self._rng.standard_normal(2))))
+                yield Measurement(workload.name, group, *times)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

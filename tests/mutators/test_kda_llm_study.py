@@ -18,10 +18,11 @@ import pytest
 from evotune.export import Job, export
 from evotune.fitness.outcome import Failure
 from evotune.mutators.transcript import FILE, Transcript
+from evotune.opening import begin
 from evotune.pareto import ranked
 from evotune.search_space.branch import frame, stages
 from evotune.setup import evaluator, mutators
-from evotune.study import StudyRun, begin
+from evotune.study import StudyRun
 from tests.evotune.toy import setup_of
 
 ANSWERS = Path(__file__).parent / "kda_answers"

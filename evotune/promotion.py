@@ -1,0 +1,277 @@
+"""Who is champion of a workload group, who may challenge, and when: a pure function of what was recorded.
+
+Screening may be noisy, and the best of hundreds of noisy values is mostly luck: of 300 equally fast ones
+timed once at noise sigma the apparent best beats the truth by 2.9 sigma. So a screening value makes a
+*challenger*, no more. A champion is made by a test (`sequential.PairedTest`) in paired blocks against the
+champion before it, the first of which is the template's default; the probability that a study ever promotes a
+challenger which is no faster is at most `alpha`, over all its tests and groups together (`sequential.level`).
+What is published of a champion is measured afterwards, against the default, on data that chose nothing.
+
+Nothing here feeds back into the search: which candidates are tried is decided by screening alone, so that a
+study finds the same candidates whatever its promotions cost.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from evotune.fitness.outcome import Measurement, Passed
+from evotune.fitness.racing import Bars, log_speedup
+from evotune.fitness.sequential import ALPHA, MOST_BLOCKS, Estimate, PairedTest, estimate, level
+from evotune.history import Entry, History
+from evotune.records import Blocks, Confirmation, Contest
+
+BASELINE = 0
+"""Index of the candidate that is the template's default: the first champion of every group."""
+
+_MAD = 1.4826  # median absolute deviation to standard deviation, for a normal law
+_MEDIAN = 1.2533  # standard error of a median over that of a mean, likewise
+_FIRST_COSTS = 20  # candidates judged in the time of a first contest, which solves the full gate's cases
+_MOST_REFUSED = 3
+
+
+@dataclass(frozen=True)
+class PromotionPlan:
+    """How champions are made.
+
+    Attributes:
+        alpha: bound on the probability that a study ever promotes a challenger that is no faster.
+        share: part of the running time that promotions and confirmations may take; 0 for no champions. At
+            most half of it goes while the search runs; under a time limit the rest is kept for the end.
+        within: how many standard errors of the difference a candidate's screening value may fall short of the
+            champion's and still challenge.
+        most_blocks: a test that is not decided by then leaves the champion where it is.
+        confirmation_blocks: blocks of a champion against the default, for the published value.
+    """
+
+    alpha: float = field(default=ALPHA, metadata={"gt": 0.0, "lt": 1.0})
+    share: float = field(default=0.1, metadata={"ge": 0.0, "le": 1.0})
+    within: float = field(default=2.0, metadata={"ge": 0.0})
+    most_blocks: int = MOST_BLOCKS
+    confirmation_blocks: int = 20
+
+
+@dataclass(frozen=True)
+class Title:
+    """How a group's championship stands.
+
+    Attributes:
+        champion: candidate by index; `BASELINE` until a challenger won.
+        won: the contest that made the champion; None for the default.
+        contests: all of the group.
+        confirmation: of this champion.
+    """
+
+    group: str
+    champion: int
+    won: Contest | None
+    contests: tuple[Contest, ...]
+    confirmation: Confirmation | None
+
+    @property
+    def published(self) -> Estimate | None:
+        """The default's time over the champion's, from confirmation blocks alone; None before them."""
+        return estimate(log_ratios(self.confirmation.blocks)) if self.confirmation else None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A contest to be held.
+
+    Attributes:
+        level: of its test.
+        hope: log-ratio of the two screening values.
+    """
+
+    group: str
+    challenger: int
+    champion: int
+    level: float
+    hope: float
+
+    def test(self, plan: PromotionPlan) -> PairedTest:
+        return PairedTest(self.level, most_blocks=plan.most_blocks)
+
+
+@dataclass(frozen=True)
+class Defence:
+    """A confirmation to be made."""
+
+    group: str
+    champion: int
+
+
+Turn = Match | Defence
+
+
+def resolved(published: Estimate, resolution: float | None) -> bool:
+    """Whether a gain may be claimed: its interval excludes none, and it is no less than what the machine can
+    tell (`resolution`, a log-ratio; None where that was not measured)."""
+    return published.low > 1 and math.log(published.median) >= (resolution or 0.0)
+
+
+def log_ratio(block: Sequence[Measurement]) -> float:
+    """Log of the incumbent's time over the challenger's: the mean over pairs, then over workloads."""
+    means = []
+    for measured in block:
+        logs = _pair_logs(measured)
+        means.append(sum(logs) / len(logs))
+    return sum(means) / len(means)
+
+
+def log_ratios(blocks: Blocks) -> list[float]:
+    return [log_ratio(block) for block in blocks]
+
+
+def titles(history: History) -> tuple[Title, ...]:
+    """Of every workload group, in the study's order; none before the default passed."""
+    out = disqualified(history)
+    return tuple(_title(history, group, out) for group in _groups(history))
+
+
+def _title(history: History, group: str, out: frozenset[int]) -> Title:
+    contests = tuple(contest for contest in history.contests if contest.group == group)
+    standing = [c for c in contests if c.promoted and c.challenger not in out]
+    won = standing[-1] if standing else None
+    champion = won.challenger if won else BASELINE
+    confirmed = [c for c in history.confirmations if (c.group, c.champion) == (group, champion) and c.blocks]
+    return Title(group, champion, won, contests, confirmed[-1] if confirmed else None)
+
+
+def disqualified(history: History) -> frozenset[int]:
+    """Candidates found wrong after screening, by a full gate or when timed: out of every group for good."""
+    out = {contest.challenger for contest in history.contests if contest.failed is not None}
+    out |= {contest.champion for contest in history.contests if contest.fallen}
+    out |= {c.champion for c in history.confirmations if c.failed is not None}
+    return frozenset(out)
+
+
+def matches(history: History, plan: PromotionPlan) -> list[Match]:
+    """The next contest of each group that has a challenger, most hopeful first."""
+    noise = _pair_noise(history)
+    next_level = level(plan.alpha, [c.promoted for c in history.contests if c.tested])
+    out = disqualified(history)
+    found = []
+    for title in titles(history):
+        best = _challenger(history, plan, title, noise, out)
+        if best is not None:
+            challenger, hope = best
+            found.append(Match(title.group, challenger.asked.index, title.champion, next_level, hope))
+    return sorted(found, key=lambda match: -match.hope)
+
+
+def turn(history: History, plan: PromotionPlan, *, over: bool, limit_s: float | None = None) -> Turn | None:
+    """What is due now: while the search runs, or once it is `over` under a time limit."""
+    if not plan.share:
+        return None
+    spent_s, next_s = spent(history), _expected_s(history)
+    if not over and spent_s + next_s > plan.share / 2 * history.elapsed_s:
+        return None
+    waiting = matches(history, plan)
+    if not over:
+        return next(iter(waiting), None)
+    unconfirmed = [
+        Defence(title.group, title.champion)
+        for title in titles(history)
+        if title.champion != BASELINE and title.confirmation is None
+    ]
+    # Every group has its front-runner tested, whatever the share says: a short study has champions too.
+    due = [match for match in waiting if _untested(history, match.group)]
+    within_s = plan.share * max(history.elapsed_s, limit_s or 0.0)
+    if not due and spent_s + next_s * (1 + len(unconfirmed)) <= within_s:
+        due = waiting
+    return due[0] if due else next(iter(unconfirmed), None)
+
+
+def reserve_s(history: History, plan: PromotionPlan, limit_s: float) -> float:
+    """How much of the time limit the search must leave to promotions and confirmations."""
+    return max(0.0, plan.share * limit_s - spent(history))
+
+
+def spent(history: History) -> float:
+    """Seconds that promotions and confirmations took."""
+    contests = sum(contest.seconds for contest in history.contests)
+    return contests + sum(confirmation.seconds for confirmation in history.confirmations)
+
+
+def bars(history: History) -> Bars:
+    """What a candidate must come near on each workload to be timed in full: see `racing`."""
+    found: dict[str, float] = {}
+    for group in _groups(history):
+        passed = [entry.passed for entry in history.judged if entry.passed]
+        best = max(passed, key=lambda candidate: screened(candidate, group))
+        found |= {m.workload: m.speedup for m in best.measurements if m.group == group}
+    return found
+
+
+def screened(passed: Passed, group: str) -> float:
+    """Log of the default's time over the candidate's in screening, the mean over the group's workloads."""
+    logs = [math.log(m.speedup) for m in passed.measurements if m.group == group]
+    return sum(logs) / len(logs)
+
+
+def _pair_logs(measured: Measurement) -> list[float]:
+    pairs = zip(measured.baseline_samples_us, measured.samples_us, strict=True)
+    return [log_speedup(theirs_us, mine_us) for theirs_us, mine_us in pairs]
+
+
+def _groups(history: History) -> tuple[str, ...]:
+    default = history.entries[BASELINE].passed if history.entries else None
+    return tuple(dict.fromkeys(m.group for m in default.measurements)) if default else ()
+
+
+def _challenger(
+    history: History, plan: PromotionPlan, title: Title, noise: Mapping[str, float], out: frozenset[int]
+) -> tuple[Entry, float] | None:
+    """The best screened candidate that may challenge, and by how much it is ahead; nobody meets a standing
+    champion twice."""
+    champion = history.entries[title.champion].passed
+    assert champion is not None  # only what passed was ever a challenger, and the default must
+    barred = out | {title.champion}
+    for contest in title.contests:
+        winner, loser = contest.challenger, contest.champion
+        if not contest.promoted:
+            winner, loser = loser, winner
+        barred |= {loser} if winner not in out else set()
+    best: tuple[Entry, float] | None = None
+    for entry in history.judged:
+        if entry.passed is None or entry.asked.index in barred:
+            continue
+        hope = screened(entry.passed, title.group) - screened(champion, title.group)
+        error = math.hypot(*(_error(passed, title.group, noise) for passed in (entry.passed, champion)))
+        if hope >= -plan.within * error and (best is None or hope > best[1]):
+            best = entry, hope
+    return best
+
+
+def _pair_noise(history: History) -> dict[str, float]:
+    """By workload the standard deviation of a timed pair's log-ratio, robustly, over all that passed."""
+    residuals: dict[str, list[float]] = {}
+    for entry in history.judged:
+        for measured in entry.passed.measurements if entry.passed else ():
+            logs = _pair_logs(measured)
+            middle = median(logs)
+            residuals.setdefault(measured.workload, []).extend(abs(log - middle) for log in logs)
+    return {workload: _MAD * median(values) for workload, values in residuals.items()}
+
+
+def _error(passed: Passed, group: str, noise: Mapping[str, float]) -> float:
+    """Standard error of `screened`."""
+    mine = [m for m in passed.measurements if m.group == group]
+    return math.hypot(*(_MEDIAN * noise[m.workload] / math.sqrt(len(m.samples_us)) for m in mine)) / len(mine)
+
+
+def _expected_s(history: History) -> float:
+    """What the next contest will take: as long as the last."""
+    if history.contests:
+        return history.contests[-1].seconds
+    judged = [entry.judged for entry in history.judged if entry.judged]
+    seconds = [judgement.seconds.get(phase, 0.0) for judgement in judged for phase in ("gate", "time")]
+    return _FIRST_COSTS * sum(seconds) / len(judged) if judged else 0.0
+
+
+def _untested(history: History, group: str) -> bool:
+    """Whether no challenger of the group saw a test; a few that fail the full gate are passed over."""
+    contests = [contest for contest in history.contests if contest.group == group]
+    return not any(contest.tested for contest in contests) and len(contests) < _MOST_REFUSED
