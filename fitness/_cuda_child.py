@@ -10,7 +10,11 @@ context and touches everything that is slow the first time. No byte of a candida
 Like the host's runner it knows no truth and decides nothing. A gate call mirrors the shared arena: what lies
 there, guards included, is copied to the GPU at the same offsets, the kernel is called on it, everything is
 copied back, and the parent looks. Timed problems are too large for that: their inputs are gathered here from
-a small solved problem (PREPARE), and the parent fetches what it compares (FETCH).
+a small solved problem (PREPARE, FILL), and the parent fetches what it compares (FETCH).
+
+Other judge processes share the GPU. PREPARE and FETCH copy and start no kernel, so that they may run while
+another's calls are timed; for what starts kernels the parent gives each process a turn of its own. Each
+report of such an operation says how long the GPU was at work for it, by events: "busy_us".
 
 The candidate's launch code runs in this process, so what it says is checked by the parent where it can be:
 see `evotune.fitness.cuda_timing`.
@@ -23,8 +27,8 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from time import perf_counter_ns, thread_time_ns
@@ -47,14 +51,13 @@ _wire = beside(__file__, "_runner_child")
 REPORT_BYTES = 1 << 16
 """At the end of the arena: the JSON that goes with a reply whose value is its length."""
 
-OPEN, LOAD, CALL, PREPARE, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY, APART = range(16, 28)
+OPEN, LOAD, CALL, PREPARE, FILL, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY, APART = range(16, 29)
 OK, RAISED = 0, 3
 Job = dict[str, Any]
 Report = dict[str, Any]
 
-_SLEEP_CYCLES = 400_000  # 0.2 ms at 2 GHz: the host has issued a call before the GPU wakes up
-_LONGEST_SLEEP_CYCLES = 20_000_000
 _CYCLES_PER_US = 2000
+_MIRROR_BYTES = 64 << 20  # at first; what the gate's cases take is seldom more
 _ROW_WORDS = 4096
 _RAISES = (RuntimeError, TypeError, ValueError, AttributeError, MemoryError, OSError, LookupError)
 
@@ -71,7 +74,6 @@ class Cuda:
         self.torch: Any = torch
         self._ffi: Any = tvm_ffi
         self._runtime = runtime
-        self._cycles = _SLEEP_CYCLES
 
     def open(self) -> Report:
         """Make the context and the harness's own stream, which waits for no other."""
@@ -80,9 +82,14 @@ class Cuda:
         found = self.torch.cuda.get_device_properties(0)
         self._cold = self.torch.zeros(2 * found.L2_cache_size // 4, dtype=self.torch.int32, device="cuda")
         with self.on_stream():
-            self.elapsed_us(self.chill)
+            self.chill()
+            self.sleep(1.0)
             self._ffi.get_global_func("testing.echo")(self._cold)  # how tensors pass is found out once
-        return {"device": found.name, "l2_bytes": found.L2_cache_size}
+        return {
+            "device": found.name,
+            "l2_bytes": found.L2_cache_size,
+            "memory_bytes": found.total_memory,
+        }
 
     def function(self, path: str, entry: str) -> Callable[..., object]:
         found: Callable[..., object] = self._ffi.load_module(path).get_function(entry)
@@ -101,20 +108,19 @@ class Cuda:
         """Read twice the L2's size: nothing of a problem is left in it, and nothing waits to be written."""
         self._cold.amax()
 
-    def elapsed_us(self, work: Callable[[], object]) -> float:
-        """Device time of `work`, which the host issues while the GPU sleeps."""
-        start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.torch.cuda._sleep(self._cycles)
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e3
+    def sleep(self, us: float) -> None:
+        """Let the GPU wait, so that the host issues a call before it begins."""
+        self.torch.cuda._sleep(int(us * _CYCLES_PER_US))
 
-    def sleep_past(self, issue_us: float) -> None:
-        """Let the GPU sleep for twice the time that issuing a call was seen to take."""
-        cycles = int(2 * issue_us * _CYCLES_PER_US)
-        self._cycles = max(_SLEEP_CYCLES, min(cycles, _LONGEST_SLEEP_CYCLES))
+    def mark(self) -> Any:
+        """A point in the stream's time."""
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_us(self, start: Any, stop: Any) -> float:
+        """From one mark to another; both must have been reached."""
+        return float(start.elapsed_time(stop)) * 1e3
 
     def capture(self, work: Callable[[], object]) -> tuple[Callable[[], object], int]:
         """(replay, number of kernels) of a graph of `work`; its launches must be on the current stream."""
@@ -147,17 +153,20 @@ def _kernels(graph: int) -> int:
 class _Set:
     """One prepared problem: its memory, arguments and, once armed, its graph."""
 
-    def __init__(self, memory: Any, job: Job) -> None:
-        self.memory = memory
+    def __init__(self, job: Job, guards: Any, builds: list[Job]) -> None:
+        self.size = int(job["bytes"])
+        self.given: list[list[Any]] = job["arguments"]
+        self.memory: Any = None
         self.object = int(job["object"])
-        self.given = job["arguments"]
-        self.inputs: list[tuple[str, int, int]] = [tuple(item) for item in job["inputs"]]
+        self.inputs: list[tuple[int, int]] = [tuple(item) for item in job["inputs"]]
         self.poisoned: list[tuple[int, int]] = [tuple(item) for item in job["poisoned"]]
         self.gaps: list[tuple[int, int]] = [tuple(item) for item in job["gaps"]]
         self.outputs: dict[str, tuple[int, list[int], str]] = {n: tuple(o) for n, o in job["outputs"].items()}
-        self.digests: dict[str, str] = {}
+        self.guards = guards
+        self.builds = builds
         self.arguments: list[Any] = []
         self.replay: Callable[[], object] | None = None
+        self.kept: dict[str, Any] = {}
 
 
 class Server:
@@ -170,12 +179,14 @@ class Server:
         self.host = self.torch.frombuffer(arena, dtype=self.torch.uint8)[: self.size]
         self.functions: list[Callable[..., object]] = []
         self.sets: dict[int, _Set] = {}
+        self.spans: list[tuple[Any, Any]] = []
         self.operations: dict[int, Callable[[Job], Report]] = {
             OPEN: self.open,
             LOAD: self.load,
             CALL: self.call,
             APART: self.call_apart,
             PREPARE: self.prepare,
+            FILL: self.fill,
             ARM: self.arm,
             SAMPLE: self.sample,
             CHECK: self.check,
@@ -186,17 +197,32 @@ class Server:
         }
 
     def answer(self, operation: int, job: Job) -> tuple[int, Report]:
+        self.spans = []
         try:
             with self.device.on_stream() if operation != OPEN else _nothing():
-                return OK, self.operations[operation](job)
+                report = self.operations[operation](job)
+                if self.spans:
+                    self.device.synchronize()
+                    report["busy_us"] = sum(self.device.between_us(*span) for span in self.spans)
+                return OK, report
         except _RAISES as error:
             return RAISED, {"error": f"{type(error).__name__}: {error}"[:2000]}
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time of what is launched inside as the GPU's work."""
+        start = self.device.mark()
+        yield
+        self.spans.append((start, self.device.mark()))
+
     def open(self, job: Job) -> Report:
         facts: Report = self.device.open()
-        self.mirror = self.torch.empty(self.size, dtype=self.torch.uint8, device=self.device.name)
+        self.mirror = self.bytes_on_device(min(self.size, _MIRROR_BYTES))
         with self.device.on_stream():
             self.rehearse()
+        # All that torch imported is never looked through again: one collection of it takes 0.1 s.
+        gc.collect()
+        gc.freeze()
         return facts
 
     def rehearse(self) -> None:
@@ -207,11 +233,16 @@ class Server:
             source, target = (self.view(memory, start, [64, 64], dtype) for start in (0, 1 << 15))
             self.torch.index_select(source, 1, index, out=target)
             target.mul_(source[0].to(target.dtype))
-        self.digest(memory)
-        memory.view(self.torch.int64).fill_(-1)
+            target.narrow(1, 0, 32).contiguous()
+        self.sums(memory).cpu()
+        self.fill_with_nan(memory, 8, 1 << 15)
         self.device.chill()
-        self.device.capture(lambda: memory.fill_(255))[0]()
+        replay, _ = self.device.capture(lambda: memory.fill_(255))
+        start = self.device.mark()
+        replay()
+        stop = self.device.mark()
         self.device.synchronize()
+        self.device.between_us(start, stop)
 
     def load(self, job: Job) -> Report:
         """Objects come through the arena; tvm_ffi wants a file that ends in .so."""
@@ -221,6 +252,9 @@ class Server:
                 file.write(bytes(self.host[at : at + size].numpy()))
             self.functions.append(self.device.function(path, entry))
         return {}
+
+    def bytes_on_device(self, size: int) -> Any:
+        return self.torch.empty(size, dtype=self.torch.uint8, device=self.device.name)
 
     def tensors(self, memory: Any, arguments: list[list[Any]]) -> list[Any]:
         """["t", first byte, shape, dtype] of `memory`, ["e", shape, dtype] an empty one, ["v", value]."""
@@ -244,14 +278,21 @@ class Server:
             size *= extent
         return memory[start : start + size].view(kind).view(shape)
 
-    def call(self, job: Job) -> Report:
-        """Mirror bytes [begin, end) to the GPU, call, mirror them back; how long the call took, in ns."""
+    def mirrored(self, job: Job) -> tuple[slice, list[Any]]:
+        """Copy bytes [begin, end) of the arena to the same place on the GPU; they, and a call's arguments."""
+        if self.mirror.numel() < job["end"]:
+            self.mirror = self.bytes_on_device(min(self.size, 2 * job["end"]))
         part = slice(job["begin"], job["end"])
         self.mirror[part].copy_(self.host[part])
-        arguments = self.tensors(self.mirror, job["arguments"])
+        return part, self.tensors(self.mirror, job["arguments"])
+
+    def call(self, job: Job) -> Report:
+        """Mirror bytes [begin, end) to the GPU, call, mirror them back; how long the call took, in ns."""
+        part, arguments = self.mirrored(job)
         self.device.synchronize()
         start = perf_counter_ns()
-        self.functions[job["object"]](*arguments)
+        with self.working():
+            self.functions[job["object"]](*arguments)
         self.device.synchronize()
         ns = perf_counter_ns() - start
         self.host[part].copy_(self.mirror[part])
@@ -259,9 +300,7 @@ class Server:
 
     def call_apart(self, job: Job) -> Report:
         """As `call`, every buffer an allocation of its own, so that a memory checker knows its bounds."""
-        part = slice(job["begin"], job["end"])
-        self.mirror[part].copy_(self.host[part])
-        arguments = self.tensors(self.mirror, job["arguments"])
+        part, arguments = self.mirrored(job)
         apart = [a.clone() if isinstance(a, self.torch.Tensor) else a for a in arguments]
         self.functions[job["object"]](*apart)
         self.device.synchronize()
@@ -272,38 +311,62 @@ class Server:
         return {"ns": 0}
 
     def prepare(self, job: Job) -> Report:
-        """Lay out one timed problem in memory of its own and gather its inputs."""
-        memory = self.torch.empty(job["bytes"], dtype=self.torch.uint8, device=self.device.name)
-        made = _Set(memory, job)
-        begin = 0
-        at = job["guards"]
-        guards = self.host[at : at + job["guard_bytes"]].to(self.device.name)
-        for start, end in made.gaps:
-            memory[start:end].copy_(guards[begin : begin + end - start])
-            begin += end - start
-        for build in job["builds"]:
-            self.gather(memory, build)
-        made.arguments = self.tensors(memory, made.given)
-        made.digests = {name: self.digest(memory[s : s + n]) for name, s, n in made.inputs}
-        self.sets[job["set"]] = made
+        """Bring what the inputs of some problems of one workload are gathered from to the GPU. No kernel.
+
+        The problems share their sources.
+        """
+        uploaded: dict[int, Any] = {}
+
+        def upload(at: int | None, shape: list[int], dtype: str) -> Any:
+            if at is not None and at not in uploaded:
+                uploaded[at] = self.view(self.host, at, shape, dtype).to(self.device.name, copy=True)
+            return None if at is None else uploaded[at]
+
+        guards = upload(job["guards"], [job["guard_bytes"]], "uint8")
+        for number, builds in job["sets"]:
+            for build in builds:
+                width = [build["target"][-1]]
+                build["source"] = upload(build["source"], build["rows"], build["dtype"])
+                build["index"] = upload(build["index"], width, "int32")
+                build["factor"] = upload(build["factor"], width, "float32")
+            self.sets[number] = _Set(job, guards, builds)
         return {}
+
+    def fill(self, job: Job) -> Report:
+        """Give prepared problems memory, write guards and gather inputs; digests of the inputs."""
+        digests = []
+        for number in job["sets"]:
+            made, begin = self.sets[number], 0
+            made.memory = self.bytes_on_device(made.size)
+            made.arguments = self.tensors(made.memory, made.given)
+            with self.working():
+                for start, end in made.gaps:
+                    made.memory[start:end].copy_(made.guards[begin : begin + end - start])
+                    begin += end - start
+                for build in made.builds:
+                    self.gather(made.memory, build)
+            made.guards, made.builds = None, []
+            digests.append(self.digests(made))
+        return {"digests": digests}
 
     def gather(self, memory: Any, build: Job) -> None:
         """rows[:, index] · factor of a source, or the source as it is, into one input."""
-        source = self.view(self.host, build["source"], build["rows"], build["dtype"]).to(self.device.name)
         target = self.view(memory, build["start"], build["target"], build["dtype"])
         if build["index"] is None:
-            target.copy_(source)
+            target.copy_(build["source"])
             return
-        width = build["target"][1]
-        index = self.view(self.host, build["index"], [width], "int32").to(self.device.name)
-        self.torch.index_select(source, 1, index, out=target)
+        self.torch.index_select(build["source"], 1, build["index"], out=target)
         if build["factor"] is not None:
-            factor = self.view(self.host, build["factor"], [width], "float32").to(self.device.name)
-            target.mul_(factor.to(target.dtype))
+            target.mul_(build["factor"].to(target.dtype))
 
-    def digest(self, part: Any) -> str:
-        """Of device memory that is read whole; sums over rows and over columns, hashed."""
+    def digests(self, made: _Set) -> list[str]:
+        """Of each input as it lies in device memory, which is read whole."""
+        with self.working():
+            sums = [self.sums(made.memory[start : start + size]) for start, size in made.inputs]
+        return [hashlib.sha256(bytes(found.cpu().numpy())).hexdigest() for found in sums]
+
+    def sums(self, part: Any) -> Any:
+        """Over rows and over columns of 32-bit words, and what is left over."""
         words = part[: part.numel() // 4 * 4].view(self.torch.int32)
         whole = words.numel() // _ROW_WORDS * _ROW_WORDS
         table = words[:whole].view(-1, _ROW_WORDS)
@@ -313,13 +376,18 @@ class Server:
             words[whole:].view(self.torch.uint8),
             part[part.numel() // 4 * 4 :],
         ]
-        return hashlib.sha256(bytes(self.torch.cat(pieces).cpu().numpy())).hexdigest()
+        return self.torch.cat(pieces)
 
     def poison(self, made: _Set) -> None:
         for start, size in made.poisoned:
-            whole = size // 8 * 8
-            made.memory[start : start + whole].view(self.torch.int64).fill_(-1)
-            made.memory[start + whole : start + size].fill_(255)
+            self.fill_with_nan(made.memory, start, size)
+
+    def fill_with_nan(self, memory: Any, start: int, size: int) -> None:
+        """All bits set; `start` is a multiple of eight."""
+        whole = size // 8 * 8
+        memory[start : start + whole].view(self.torch.int64).fill_(-1)
+        if whole < size:
+            memory[start + whole : start + size].fill_(255)
 
     def arm(self, job: Job) -> Report:
         """Call twice to warm up, then capture one call in a graph and replay that once."""
@@ -335,59 +403,66 @@ class Server:
         start = perf_counter_ns()
         work()
         issue_us = (perf_counter_ns() - start) / 1e3
-        self.device.sleep_past(issue_us)
         self.device.synchronize()
         made.replay, kernels = self.device.capture(work)
-        self.poison(made)
-        usual_us = self.device.elapsed_us(made.replay)
-        return {"kernels": kernels, "issue_us": issue_us, "us": usual_us}
+        with self.working():
+            self.poison(made)
+        self.device.sleep(job["sleep_us"])
+        with self.working():
+            made.replay()
+        self.device.synchronize()
+        return {"kernels": kernels, "issue_us": issue_us, "us": self.device.between_us(*self.spans[-1])}
 
     def sample(self, job: Job) -> Report:
-        """Device time of the graph's replay and of a plain call, each from a cold L2 and poisoned outputs."""
+        """Device time of replays and of plain calls in the order asked for, each from a cold L2 and poisoned
+        outputs. The host issues them all without waiting, so that the GPU goes from one to the next."""
         made = self.sets[job["set"]]
-        function = self.functions[made.object]
-
-        def plain() -> None:
-            function(*made.arguments)
-
-        times: Report = {}
+        function, replay = self.functions[made.object], made.replay
+        if replay is None:
+            raise ValueError("a problem that was never captured")
+        calls = []
         for name in job["order"]:
-            self.poison(made)
-            self.device.chill()
-            times[name] = self.device.elapsed_us(plain if name == "plain" else made.replay)
-        return times
+            with self.working():
+                self.poison(made)
+                self.device.chill()
+            self.device.sleep(job["sleep_us"])
+            with self.working():
+                if name == "plain":
+                    function(*made.arguments)
+                else:
+                    replay()
+            calls.append(self.spans[-1])
+        self.device.synchronize()
+        return {"us": [self.device.between_us(*call) for call in calls]}
 
     def check(self, job: Job) -> Report:
-        """Names of inputs whose bits changed; the guards' bytes go to the arena for the parent."""
+        """Digests of a problem's inputs; keeps guards and [begin, end) of an axis of outputs for `fetch`."""
         made = self.sets[job["set"]]
-        guards = self.torch.cat([made.memory[start:end] for start, end in made.gaps])
-        self.host[job["at"] : job["at"] + guards.numel()].copy_(guards)
-        changed = [
-            n for n, s, size in made.inputs if self.digest(made.memory[s : s + size]) != made.digests[n]
-        ]
-        return {"changed": changed}
+        with self.working():
+            made.kept = {"": self.torch.cat([made.memory[start:end] for start, end in made.gaps])}
+            for name, (axis, begin, end) in job["parts"].items():
+                found = self.view(made.memory, *made.outputs[name])
+                made.kept[name] = found.narrow(axis, begin, end - begin).contiguous()
+        return {"digests": self.digests(made)}
 
     def fetch(self, job: Job) -> Report:
-        """Part of an output to the arena: [begin, end) of one axis, all of the others."""
+        """What `check` kept, to where it belongs in the arena; "" stands for the guards. No kernel."""
         made = self.sets[job["set"]]
-        found = self.view(made.memory, *made.outputs[job["name"]])
-        part = found.narrow(job["axis"], job["begin"], job["end"] - job["begin"]).contiguous()
-        flat = part.view(-1).view(self.torch.uint8)
-        self.host[job["at"] : job["at"] + flat.numel()].copy_(flat)
-        return {"bytes": flat.numel()}
+        for name, at in job["places"].items():
+            flat = made.kept[name].view(-1).view(self.torch.uint8)
+            self.host[at : at + flat.numel()].copy_(flat)
+        made.kept = {}
+        return {}
 
     def release(self, job: Job) -> Report:
         """Free all prepared problems."""
         self.device.synchronize()
         self.sets.clear()
-        gc.collect()
         return {}
 
     def host_cost(self, job: Job) -> Report:
         """Of one call in a row of many, least of all rounds: ns of wall and of this thread's CPU time."""
-        part = slice(job["begin"], job["end"])
-        self.mirror[part].copy_(self.host[part])
-        arguments = self.tensors(self.mirror, job["arguments"])
+        _, arguments = self.mirrored(job)
         function, repeat = self.functions[job["object"]], job["repeat"]
         wall, cpu = [], []
         for _ in range(job["rounds"]):
@@ -402,10 +477,12 @@ class Server:
 
     def copy_bandwidth(self, job: Job) -> Report:
         """Bytes per us of a copy within the device, read and written counted; the best of all rounds."""
-        source, target = (
-            self.torch.ones(job["bytes"], dtype=self.torch.uint8, device=self.device.name) for _ in range(2)
-        )
-        best_us = min(self.device.elapsed_us(lambda: target.copy_(source)) for _ in range(job["rounds"]))
+        source, target = (self.bytes_on_device(job["bytes"]).fill_(1) for _ in range(2))
+        for _ in range(job["rounds"]):
+            with self.working():
+                target.copy_(source)
+        self.device.synchronize()
+        best_us = min(self.device.between_us(*span) for span in self.spans)
         return {"bytes_per_us": 2 * job["bytes"] / best_us}
 
 

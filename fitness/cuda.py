@@ -1,16 +1,20 @@
 """The judge for kernels on an NVIDIA GPU: one owner per GPU, a disposable sandboxed process per candidate.
 
-Builds run on all cores beside it. The baseline has a process of its own that stays alive. After a fault, a
-hang or an error of the device the process is thrown away, and before the next candidate is timed the baseline
-must reproduce the time it had when the study began: within `CANARY_BAND`, else in a fresh process, else the
-device counts as lost.
+Builds run on all cores beside it. Several lanes each take a candidate from its objects to its verdict: one
+is timed, others are gated, laid out or compared meanwhile, so that the GPU seldom waits (`cuda_runner.Turns`,
+`cuda_timing.Shared`). The baseline has a process of its own that stays alive. After a fault, a hang or an
+error of the device the process is thrown away, and before the next candidate is timed the baseline must
+reproduce the time it had when the study began: within `CANARY_BAND`, else in a fresh process, else the device
+counts as lost. A candidate that took too long while the baseline's answers were late too is not blamed for
+it.
 """
 
 import os
 import re
 import secrets
 import shutil
-import time
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -26,7 +30,7 @@ from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.cuda_link import CudaLinker, runtime_library
 from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace
-from evotune.fitness.cuda_timing import Bands, CudaTimer, Pools
+from evotune.fitness.cuda_timing import BURST, Bands, Canary, CudaTimer, Pools, Room, Shared
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import Gate, GateLimits, Session
@@ -36,52 +40,41 @@ from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
 from evotune.fitness.operator import DeviceOperator, DeviceParameter
 from evotune.fitness.operator import Level as GateLevel
-from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.fitness.outcome import Artifact, Failed, Failure, Retry
 from evotune.fitness.racing import Bars
 from evotune.fitness.runner import Fault, Loadable
 from evotune.fitness.sandbox import Level, Sandbox
 from evotune.fitness.timing import BaselineFault, Timed, TimingPlan, blaming_baseline
 from evotune.fitness.toolchain import Toolchain, read_output
+from evotune.fitness.utilization import Utilization
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 
 CANARY_BAND = 0.1
+LATE = 3.0
+"""The machine is overloaded when the baseline's answers take so many times what they took at first."""
+
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _SANITIZER_S = 60.0
+_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True)
 class CudaSettings:
-    """All that a study may set about judging on a GPU. `spares` processes stand ready ahead of their use."""
+    """All that a study may set about judging on a GPU.
+
+    Attributes:
+        lanes: candidates that are judged at once; one of them is timed.
+        spares: processes that stand ready ahead of their use; each takes a core for 4 s.
+    """
 
     level: GateLevel = "screen"
     gate: GateLimits = field(default_factory=GateLimits)
     timing: TimingPlan = field(default_factory=TimingPlan)
     build: BuildPlan = field(default_factory=BuildPlan)
-    spares: int = 3
+    lanes: int = 4
+    spares: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
     bands: Bands = Bands()
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """How the GPU was used since the evaluator was made.
-
-    Attributes:
-        candidates: judged, failures included.
-        waited_s: in which a judge process was at work for the parent: the upper bound of the GPU's busy time.
-    """
-
-    candidates: int
-    seconds: float
-    waited_s: float
-
-    @property
-    def per_minute(self) -> float:
-        return 60 * self.candidates / self.seconds if self.seconds else 0.0
-
-    @property
-    def busy(self) -> float:
-        return self.waited_s / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             builder=Builder(
                 toolchain,
                 sandbox,
-                Cache(cache or default_cache_directory()),
+                Cache(cache or default_cache_directory(), self._settings.build.cache_mib << 20),
                 self._settings.build,
                 linker,
             ),
@@ -138,15 +131,24 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         )
         self._operator: DeviceOperator = problem.operator  # type: ignore[assignment]  # sm_90a has such alone
         self._pools: dict[int, Pools] = {}
+        self._pools_change = threading.Lock()
         self._pools_of(self._gate)
         self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
         self._checks = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="check")
         self._workspace_of: dict[str, Workspace] = {}
-        self._copy_bytes_per_us: float | None = None
-        self._canary_us: float | None = None
+        self._shared: Shared | None = None
+        self._canary: Canary | None = None
         self._doubted = False
         self._faults_seen = 0
-        self._judged, self._started_s = 0, time.monotonic()
+        self._utilization = Utilization(self._lease.gpu.uuid)
+        self._told_driver_s = 0.0
+        # A lane that waits for its process wakes up in time: what holds the interpreter lets go after 0.5 ms.
+        self._closing.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_S)
+
+    @property
+    def _lanes(self) -> int:
+        return self._settings.lanes
 
     # What the tests put others in the place of
 
@@ -168,16 +170,11 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         """The one that is judged on."""
         return self._lease.gpu
 
-    @property
-    def throughput(self) -> Throughput:
-        """Candidates and the GPU's use so far."""
-        seconds = time.monotonic() - self._started_s
-        return Throughput(self._judged, seconds, self._cell.usage.waited_s)
-
     def close(self) -> None:
         """See `Evaluator.close`."""
         super().close()
         self._spares.close()
+        self._utilization.close()
         self._checks.shutdown(cancel_futures=True)
         for pools in self._pools.values():
             pools.close()
@@ -208,7 +205,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
                 None,  # the tool talks with its target over sockets, which the filter forbids; the walls stay
                 {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             )
-            process = CudaProcess(replace(self._cell, usage=Usage(), checker=checker))
+            process = CudaProcess(replace(self._cell, usage=Usage(self._cell.usage.turns), checker=checker))
             with closing(process):
                 process.open()
                 limits = replace(self._limits, call_timeout_s=_SANITIZER_S)
@@ -262,67 +259,103 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         return super()._start(knobs, source)
 
     def _evaluate(self, candidate: Candidate, builds: Builds, bars: Bars) -> Evaluation:
-        """As the base does; "gpu" is how long judge processes were at work for this candidate."""
+        """As the base does; of the GPU's time, in seconds:
+
+        "gpu": this candidate's turns and the baseline's beside it; "gpu_busy": of these, kernels at work;
+        "gpu_driver": what the driver counted as use since the evaluation that ended before this one.
+        """
         self._lease.renew()
-        before_s = self._cell.usage.waited_s
+        before = self._cell.usage.mine
         evaluation = super()._evaluate(candidate, builds, bars)
-        self._judged += 1
-        seconds = {**evaluation.seconds, "gpu": self._cell.usage.waited_s - before_s}
+        if isinstance(evaluation.outcome, Failed) and evaluation.outcome.failure is Failure.TIMEOUT:
+            evaluation = replace(evaluation, outcome=self._blamed(evaluation.outcome))
+        spent = self._cell.usage.mine - before
+        seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s}
+        used_s = self._utilization.used_s
+        if used_s is not None:
+            seconds["gpu_driver"], self._told_driver_s = used_s - self._told_driver_s, used_s
         return replace(evaluation, seconds=seconds)
+
+    def _blamed(self, failed: Failed) -> Failed | Retry:
+        """A candidate that took too long; not its fault when the baseline's answers are late right now."""
+        if self._canary is None or self._baseline is None:
+            return failed
+        turn = Round(self._gate, self.problem.targets, self._timing)
+        try:
+            found = self._timer(self._baseline, turn).canary(self._baseline)
+        except BaselineFault as fault:
+            return Retry(f"took too long, and the default kernel does not answer either: {fault}")
+        if found.waited_us <= LATE * self._canary.waited_us:
+            return failed
+        late, usual = (us / 1e3 for us in (found.waited_us, self._canary.waited_us))
+        return Retry(f"took too long while the default kernel's answers took {late:.1f} ms, not {usual:.1f}")
 
     def _timed(
         self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
     ) -> Timed | Failed:
+        if baseline is not self._baseline:  # an incumbent, block after block
+            turn = replace(turn, plan=replace(turn.plan, samples=BURST * turn.plan.samples))
+            return self._timer(baseline, turn).time(session, baseline, keep=True)
         timer = self._timer(baseline, turn)
-        if baseline is self._baseline:  # only the default kernel's time is known
-            self._ask_canary(timer, baseline)
-        return timer.time(session, baseline)
+        self._ask_canary(timer, baseline)
+        return timer.time(session, baseline, turn.bars)
 
     def _timer(self, baseline: Session[CudaProcess], turn: Round) -> CudaTimer:
-        if self._copy_bytes_per_us is None:
-            with blaming_baseline():
-                self._copy_bytes_per_us = baseline.runner.copy_bytes_per_us()
-        facts = self._spares.facts
-        assert facts is not None  # the baseline's process was one of them
         return CudaTimer(
             self._operator,
             turn.gate.cases,
             self._pools_of(turn.gate),
             turn.targets,
             turn.plan,
-            self._checks,
-            self._spares.quiet,
-            facts.l2_bytes,
-            self._copy_bytes_per_us,
-            self._settings.bands,
+            self._shared or self._measured(baseline),
         )
+
+    def _measured(self, baseline: Session[CudaProcess]) -> Shared:
+        """What timing needs to know of the device, found out once. Raises BaselineFault."""
+        with self._baseline_changes:
+            if self._shared is None:
+                facts = self._spares.facts
+                assert facts is not None  # the baseline's process was one of them
+                with blaming_baseline():
+                    copy_bytes_per_us = baseline.runner.copy_bytes_per_us()
+                self._shared = Shared(
+                    self._checks,
+                    Room(facts.memory_bytes // 2),
+                    facts.l2_bytes,
+                    copy_bytes_per_us,
+                    self._settings.bands,
+                    self._racing,
+                )
+            return self._shared
 
     def _ask_canary(self, timer: CudaTimer, baseline: Session[CudaProcess]) -> None:
         """After a fault the baseline must be as fast as ever. Raises BaselineFault, DeviceLost.
 
         A BaselineFault makes the base class replace the baseline's process and ask again, once.
         """
-        faults = self._cell.usage.faults
-        if self._canary_us is not None and faults == self._faults_seen:
-            return
-        found_us = timer.canary_us(baseline)
-        if self._canary_us is None:
-            self._canary_us = found_us
-        elif abs(found_us - self._canary_us) > CANARY_BAND * self._canary_us:
-            said = f"the default kernel takes {found_us:.1f} us where it took {self._canary_us:.1f} us"
-            if self._doubted:
-                raise DeviceLost(f"the GPU is not what it was: {said}, in a fresh process too")
-            self._doubted = True
-            raise BaselineFault(said)
-        self._doubted, self._faults_seen = False, faults
+        with timer.shared.window:
+            faults = self._cell.usage.faults
+            if self._canary is not None and faults == self._faults_seen:
+                return
+            found = timer.canary(baseline)
+            if self._canary is None:
+                self._canary = found
+            elif abs(found.us - self._canary.us) > CANARY_BAND * self._canary.us:
+                said = f"the default kernel takes {found.us:.1f} us where it took {self._canary.us:.1f} us"
+                if self._doubted:
+                    raise DeviceLost(f"the GPU is not what it was: {said}, in a fresh process too")
+                self._doubted = True
+                raise BaselineFault(said)
+            self._doubted, self._faults_seen = False, faults
 
     def _pools_of(self, gate: Gate) -> Pools:
         """Confirmations have pools of their own, which never chose a candidate, solved when first wanted."""
-        found = self._pools.get(id(gate))
-        if found is None:
-            processes = max(1, (os.cpu_count() or 2) // 2)
-            found = self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, processes)
-        return found
+        with self._pools_change:
+            found = self._pools.get(id(gate))
+            if found is None:
+                processes = max(1, (os.cpu_count() or 2) // 2)
+                found = self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, processes)
+            return found
 
     def _naive_us(self, gate: Gate) -> dict[str, float]:
         """The numpy form's time on a pool, times the copies of it: on all heads it would take minutes."""

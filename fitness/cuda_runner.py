@@ -1,13 +1,20 @@
 """The parent's side of a judge process on a GPU, and the spare ones that stand ready.
 
 A process serves one candidate and is thrown away: CUDA cannot be forked, and after a fault nothing in a
-context can be trusted. Importing torch and making a context take 2 to 3 s, so a few processes are started
-ahead, up to the point where no candidate's byte is in them. Making a context disturbs what is being timed on
-the same GPU; `Spares.quiet` holds that step back.
+context can be trusted. Importing torch takes 4 s and making a context 0.25 s, so a few processes are started
+ahead, up to the point where no candidate's byte is in them.
+
+Several processes stand on one GPU, and what starts kernels waits for its turn (`Turns`): a timed call never
+shares the GPU with another's kernel. What runs beside timed calls was measured on an H200 against calls of
+540 and 120 us, medians of hundreds each: contexts being made without a pause put 1 % of the calls more than
+3 % off and left the median where it was; copies from the host moved it by 0.4 and 0.7 %, when they never
+ceased; allocating and freeing a gigabyte again and again by 5 %. So contexts and copies, of which a candidate
+costs few, are not held back, and large allocations wait for their turn.
 """
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +33,7 @@ import numpy as np
 from evotune.errors import DeviceError, SandboxError
 from evotune.fitness import _cuda_child as child
 from evotune.fitness import _runner_child, seccomp
-from evotune.fitness.arena import NULL, Buffer, Placement, dtype_of, lay_out
+from evotune.fitness.arena import ALIGN, NULL, Buffer, Placement, dtype_of, lay_out
 from evotune.fitness.cell import Cell, Limits
 from evotune.fitness.operator import Array, DeviceParameter, Spread
 from evotune.fitness.outcome import Failure
@@ -43,18 +50,97 @@ _PACKAGES = ("torch", "tvm_ffi", "numpy", "typing_extensions")
 # Words of CUDA's messages that speak of the device, not of the kernel.
 _TROUBLE = ("uncorrectable", "ecc error", "nvlink", "devices unavailable", "out of memory", "no device")
 _CAPTURE = ("capture", "capturing")
+# What starts kernels, or allocates gigabytes.
+_IN_TURN = frozenset(
+    {child.CALL, child.APART, child.FILL, child.ARM, child.SAMPLE, child.CHECK, child.HOST, child.COPY}
+)
+
+KINDS = ("graph", "plain")
+"""How a timed call is made: the replay of a captured graph, or as a user calls it."""
 
 Workspace = Callable[[Mapping[str, int]], int]
 """Bytes of workspace an object needs, from the sizes of a call by name."""
 
 
-@dataclass
-class Usage:
-    """What the GPU was used for: `waited_s` is time in which the parent waited for judge processes."""
+class Turns:
+    """One judge process at a time has kernels on the GPU; whoever waits longest is next."""
 
-    waited_s: float = 0.0
-    started: int = 0
-    faults: int = 0
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._taken = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    @contextmanager
+    def turn(self, *, first: bool = False) -> Iterator[None]:
+        """Wait for a turn and have it inside; `first` goes before all who wait. Not reentrant."""
+        with self._mutex:
+            ours = threading.Lock()
+            if self._taken:
+                ours.acquire()
+                (self._waiting.appendleft if first else self._waiting.append)(ours)
+            self._taken = True
+        with ours:  # whoever ends a turn opens the next one's lock
+            pass
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._taken = bool(self._waiting)
+                if self._waiting:
+                    self._waiting.popleft().release()
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What turns on the GPU came to, in seconds.
+
+    Attributes:
+        held_s: the turns themselves: no other process could have had kernels on the GPU.
+        busy_s: of those, in which kernels worked, by the GPU's own events; kernels that only wait for the
+            host (see `_cuda_child.Cuda.sleep`) are left out. What a candidate's process says of itself counts
+            no more than its turn took.
+    """
+
+    held_s: float = 0.0
+    busy_s: float = 0.0
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.held_s + other.held_s, self.busy_s + other.busy_s)
+
+    def __sub__(self, other: "Spent") -> "Spent":
+        return Spent(self.held_s - other.held_s, self.busy_s - other.busy_s)
+
+
+class Usage:
+    """What the GPU was used for, by all threads and by each."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        """`turns` of another, for what stands on the same GPU but is counted apart."""
+        self.turns = turns or Turns()
+        self.faults = 0
+        self._total = Spent()
+        self._of_thread = threading.local()
+        self._mutex = threading.Lock()
+
+    @property
+    def total(self) -> Spent:
+        return self._total
+
+    @property
+    def mine(self) -> Spent:
+        """What was asked for in this thread."""
+        found: Spent = getattr(self._of_thread, "spent", Spent())
+        return found
+
+    def add(self, held_s: float, busy_s: float) -> None:
+        spent = Spent(held_s, min(max(busy_s, 0.0), held_s))
+        self._of_thread.spent = self.mine + spent
+        with self._mutex:
+            self._total += spent
+
+    def fault(self) -> None:
+        with self._mutex:
+            self.faults += 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +149,42 @@ class Facts:
 
     device: str
     l2_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Laid-out problems of one workload.
+
+    Attributes:
+        placement: where their arguments lie, alike in all.
+        digests: of the inputs of each, by set number.
+    """
+
+    placement: Placement
+    digests: Mapping[int, list[str]]
+
+
+@dataclass(frozen=True)
+class Armed:
+    """A captured call: kernels in the graph, time of a replay, and what issuing a plain one takes."""
+
+    kernels: float
+    us: float
+    issue_us: float
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Timed calls made in a row, in us, and how long the parent waited for all of them."""
+
+    graph_us: tuple[float, ...]
+    plain_us: tuple[float, ...]
+    waited_us: float
+
+    @property
+    def reported_us(self) -> float:
+        return sum(self.graph_us) + sum(self.plain_us)
 
 
 @dataclass(frozen=True)
@@ -152,7 +274,7 @@ class CudaProcess(Worker):
         self._call = child.CALL if cell.checker is None else child.APART
         self._signatures: list[Sequence[DeviceParameter]] = []
         self._workspaces: list[Workspace] = []
-        self._usage.started += 1
+        self._waited_s = 0.0
         try:
             self._process = self._start(cell)
             for number in (0, 1):
@@ -183,7 +305,7 @@ class CudaProcess(Worker):
         """Make the context. Raises SandboxError: nothing of a candidate is there to blame."""
         try:
             said = self.ask(child.OPEN, {}, _OPEN_S)
-            return Facts(str(said["device"]), int(said["l2_bytes"]))
+            return Facts(str(said["device"]), int(said["l2_bytes"]), int(said["memory_bytes"]))
         except (Fault, KeyError, TypeError, ValueError) as error:
             self.close()
             raise SandboxError(f"no CUDA context in the sandbox: {error}") from error
@@ -230,10 +352,8 @@ class CudaProcess(Worker):
             "end": placement.end,
             "arguments": arguments(self._signatures[index], placement),
         }
-        start = time.perf_counter_ns()
         inside_ns = self._number(self.ask(self._call, job, timeout_s), "ns")
-        outside_ns = time.perf_counter_ns() - start
-        return Call(int(inside_ns), outside_ns)
+        return Call(int(inside_ns), int(self._waited_s * 1e9))
 
     def fence(self, placement: Placement) -> None:
         """Nothing to take away: GPU memory has no rights by the page. Guards hold NaNs; see `sanitize`."""
@@ -243,99 +363,130 @@ class CudaProcess(Worker):
 
     # What the timer asks for
 
-    def prepare(self, number: int, index: int, spread: Spread, workspace_bytes: int) -> Placement:
-        """Lay out a large problem in GPU memory of its own as set `number`. Raises Fault, StudyError."""
-        placement = lay_out(self._signatures[index], spread, workspace_bytes=workspace_bytes, flush="start")
+    def prepare(
+        self, numbers: Sequence[int], index: int, spreads: Sequence[Spread], workspace_bytes: int
+    ) -> Prepared:
+        """Lay out large problems of one workload in GPU memory as the sets of these numbers.
+
+        Raises Fault, StudyError.
+        """
+        signature = self._signatures[index]
+        placement = lay_out(signature, spreads[0], workspace_bytes=workspace_bytes, flush="start")
         guards = self.arena.guard_bytes(placement)
         at = self.arena.write(0, guards)
-        builds = []
-        for buffer in placement.buffers:
-            if buffer.role == "input" and buffer.size:
-                build, at = self._build(buffer, spread, at)
-                builds.append(build)
+        inputs = [b for b in placement.buffers if b.role == "input"]
+        sources = {}
+        for buffer in inputs:
+            if buffer.size:
+                source = spreads[0].sources[buffer.name]
+                assert source is not None  # it has a buffer
+                sources[buffer.name] = at
+                at = self.arena.write(at, np.ascontiguousarray(source, dtype=dtype_of(buffer.ctype)))
+        sets = []
+        for number, spread in zip(numbers, spreads, strict=True):
+            builds = []
+            for buffer in inputs:
+                if buffer.size:
+                    build, at = self._build(buffer, spread, sources[buffer.name], at)
+                    builds.append(build)
+            sets.append([number, builds])
         job = {
-            "set": number,
+            "sets": sets,
             "object": index,
             "bytes": placement.end,
             "guards": 0,
             "guard_bytes": guards.size,
             "gaps": placement.gaps,
-            "builds": builds,
-            "inputs": [(b.name, b.start, b.size) for b in placement.buffers if b.role == "input"],
+            "inputs": [(b.start, b.size) for b in inputs],
             "poisoned": [(b.start, b.size) for b in placement.buffers if b.role != "input"],
             "outputs": {b.name: (b.start, b.shape, b.ctype) for b in placement.buffers if b.role == "output"},
-            "arguments": arguments(self._signatures[index], placement),
+            "arguments": arguments(signature, placement),
         }
         self.ask(child.PREPARE, job, _SETUP_S)
-        return placement
+        digests = self._digests(self.ask(child.FILL, {"sets": list(numbers)}, _SETUP_S), len(numbers))
+        return Prepared(placement, dict(zip(numbers, digests, strict=True)))
 
-    def _build(self, buffer: Buffer, spread: Spread, at: int) -> tuple[dict[str, Any], int]:
-        """One input's source and tables in the arena, and how to gather from them; where the next may lie."""
+    def _build(self, buffer: Buffer, spread: Spread, source_at: int, at: int) -> tuple[dict[str, Any], int]:
+        """How to gather one input, its tables in the arena from `at` on; where the next may lie."""
         source, gather = spread.sources[buffer.name], spread.gathers.get(buffer.name)
         assert source is not None  # it has a buffer
-        build = {"start": buffer.start, "dtype": buffer.ctype, "source": at, "index": None, "factor": None}
-        at = self.arena.write(at, np.ascontiguousarray(source, dtype=dtype_of(buffer.ctype)))
+        build = {"start": buffer.start, "dtype": buffer.ctype, "source": source_at}
         if gather is None:
-            return {**build, "rows": source.shape, "target": source.shape}, at
+            return {**build, "rows": source.shape, "target": source.shape, "index": None, "factor": None}, at
         rows = int(np.prod(source.shape[: gather.lead], dtype=np.int64))
         build |= {"rows": (rows, source.size // max(rows, 1)), "target": (rows, len(gather.index))}
-        build["index"] = at
+        build |= {"index": at, "factor": None}
         at = self.arena.write(at, gather.index)
         if gather.factor is not None:
             build["factor"] = at
             at = self.arena.write(at, gather.factor)
         return build, at
 
-    def arm(self, number: int, timeout_s: float) -> Mapping[str, float]:
-        """Warm up and capture: "kernels" in the graph, "us" of a replay. Raises Fault."""
+    def arm(self, number: int, sleep_us: float, timeout_s: float) -> Armed:
+        """Warm up and capture. Raises Fault."""
         try:
-            said = self.ask(child.ARM, {"set": number}, timeout_s)
+            said = self.ask(child.ARM, {"set": number, "sleep_us": sleep_us}, timeout_s)
         except Fault as fault:
             if fault.failure is Failure.FAULT and any(word in fault.detail.lower() for word in _CAPTURE):
                 detail = f"does not launch on the stream it was given: {fault.detail}"
                 raise Fault(Failure.FORGED, detail) from fault
             raise
-        return {name: self._number(said, name) for name in ("kernels", "us", "issue_us")}
+        return Armed(*(self._number(said, name) for name in ("kernels", "us", "issue_us")))
 
-    def sample(self, number: int, order: Sequence[str], timeout_s: float) -> tuple[float, float, float]:
-        """One timed pair: us of the graph, of the plain call, and as the parent waited. Raises Fault."""
-        start = time.perf_counter_ns()
-        said = self.ask(child.SAMPLE, {"set": number, "order": list(order)}, timeout_s)
-        waited_us = (time.perf_counter_ns() - start) / 1e3
-        graph_us, plain_us = self._number(said, "graph"), self._number(said, "plain")
-        if min(graph_us, plain_us) < 0 or graph_us + plain_us > waited_us:
+    def sample(self, number: int, order: Sequence[str], sleep_us: float, timeout_s: float) -> Burst:
+        """Timed calls in a row, each "graph" or "plain", ahead of whoever waits for a turn. Raises Fault."""
+        job = {"set": number, "order": list(order), "sleep_us": sleep_us}
+        us = self.ask(child.SAMPLE, job, timeout_s).get("us")
+        waited_us = self._waited_s * 1e6
+        if not isinstance(us, list) or len(us) != len(order):
             self.close()
-            detail = f"reported {graph_us:.1f} and {plain_us:.1f} us within {waited_us:.1f} us"
+            raise Fault(Failure.FORGED, f"answered {len(order)} calls with {us!r}"[:200])
+        times = [self._number({"us": value}, "us") for value in us]
+        if min(times) < 0 or sum(times) > waited_us:
+            self.close()
+            detail = f"reported {', '.join(f'{t:.1f}' for t in times)} us within {waited_us:.1f} us"
             raise Fault(Failure.FORGED, detail)
-        return graph_us, plain_us, waited_us
+        by_kind = [tuple(t for t, k in zip(times, order, strict=True) if k == kind) for kind in KINDS]
+        return Burst(by_kind[0], by_kind[1], waited_us)
 
-    def breach(self, number: int, placement: Placement) -> str | None:
-        """What the calls on a set changed without a right to. Raises Fault."""
-        said = self.ask(child.CHECK, {"set": number, "at": 0}, _SETUP_S)
-        changed = said.get("changed")
-        if changed:
-            return f"input {changed[0]} was changed" if isinstance(changed, list) else "inputs were changed"
-        size = sum(end - start for start, end in placement.gaps)
-        return self.arena.strayed(placement, self.arena.read(0, size))
+    def look(
+        self, number: int, prepared: Prepared, places: Mapping[str, tuple[int, int, int]]
+    ) -> tuple[str | None, dict[str, Array]]:
+        """What the calls on a set changed without a right to, and parts of its outputs.
 
-    def fetch(
-        self, number: int, placement: Placement, places: Mapping[str, tuple[int, int, int]]
-    ) -> dict[str, Array]:
-        """Parts of a set's outputs: name → (axis, begin, end). Raises Fault."""
-        found, shapes = {}, {buffer.name: buffer for buffer in placement.buffers}
-        for name, (axis, begin, end) in places.items():
-            buffer = shapes[name]
-            job = {"set": number, "name": name, "axis": axis, "begin": begin, "end": end, "at": 0}
-            self.ask(child.FETCH, job, _SETUP_S)
-            shape = (*buffer.shape[:axis], end - begin, *buffer.shape[axis + 1 :])
-            dtype = dtype_of(buffer.ctype)
-            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            found[name] = self.arena.read(0, size).view(dtype).reshape(shape)
-        return found
+        `places` and the parts go by output: name → (axis, begin, end). Raises Fault.
+        """
+        placement = prepared.placement
+        said = self.ask(child.CHECK, {"set": number, "parts": places}, _SETUP_S)
+        digests = self._digests({"digests": [said.get("digests")]}, 1)[0]
+        guards = Buffer("", "guards", 0, 0, (sum(end - start for start, end in placement.gaps),), "uint8")
+        parts = [guards, *(_part(b, *places[b.name]) for b in placement.buffers if b.name in places)]
+        sizes = [math.prod(part.shape) * dtype_of(part.ctype).itemsize for part in parts]
+        spots = np.cumsum([0, *(-(-size // ALIGN) * ALIGN for size in sizes)]).tolist()
+        job = {"set": number, "places": {part.name: at for part, at in zip(parts, spots, strict=False)}}
+        self.ask(child.FETCH, job, _SETUP_S)
+        found = {
+            part.name: self.arena.read(at, size).view(dtype_of(part.ctype)).reshape(part.shape)
+            for part, at, size in zip(parts, spots, sizes, strict=False)
+        }
+        held = found.pop("")
+        if digests != prepared.digests[number]:
+            names = [buffer.name for buffer in placement.buffers if buffer.role == "input"]
+            pairs = zip(names, digests, prepared.digests[number], strict=True)
+            return f"input {next(n for n, now, then in pairs if now != then)} was changed", found
+        return self.arena.strayed(placement, held), found
 
     def release(self) -> None:
         """Free all sets. Raises Fault."""
         self.ask(child.RELEASE, {}, _SETUP_S)
+
+    def _digests(self, said: Mapping[str, Any], count: int) -> list[list[str]]:
+        """Of the inputs of so many sets. Raises Fault when they are not that."""
+        found = said.get("digests")
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(f, list) for f in found):
+            self.close()
+            raise Fault(Failure.FORGED, "answered with no digests")
+        return found
 
     def host_cost_us(self, index: int, placement: Placement, repeat: int) -> tuple[float, float]:
         """(wall, processor time) of one call among many on a placed case. Raises Fault."""
@@ -367,14 +518,28 @@ class CudaProcess(Worker):
     def ask(self, operation: int, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request, wait for its report. Raises Fault; SandboxError for trouble of the device."""
         data = json.dumps(job).encode()
-        start = time.perf_counter()
+        data += b" " * (-len(data) % 8)
+        if operation not in _IN_TURN:
+            return self._report(self._answered(operation, data, timeout_s))
+        with self._usage.turns.turn(first=operation == child.SAMPLE):
+            start = time.perf_counter()
+            busy_us = 0.0
+            try:
+                size = self._answered(operation, data, timeout_s)
+                self._waited_s = time.perf_counter() - start
+                said = self._report(size)
+                busy_us = self._number({"busy_us": 0.0, **said}, "busy_us")
+            finally:
+                self._usage.add(time.perf_counter() - start, busy_us / 1e6)
+        return said
+
+    def _answered(self, operation: int, data: bytes, timeout_s: float) -> int:
+        """The reply's value. Raises Fault, and counts it when it may have hurt the device."""
         try:
-            size = self._ask(operation, 0, data + b" " * (-len(data) % 8), timeout_s)
-        finally:
-            if self._signatures:  # a candidate's; what is done ahead for spares runs beside it
-                self._usage.waited_s += time.perf_counter() - start
-                self._usage.faults += not self.alive
-        return self._report(size)
+            return self._ask(operation, 0, data, timeout_s)
+        except (Fault, SandboxError):
+            self._usage.fault()
+            raise
 
     def _report(self, size: int) -> dict[str, Any]:
         """What lies behind a reply's value. Raises Fault when it is no report."""
@@ -413,6 +578,12 @@ def _reap(process: Child) -> None:
         process.wait()
 
 
+def _part(buffer: Buffer, axis: int, begin: int, end: int) -> Buffer:
+    """[begin, end) of an axis of an output; where it lies says nothing."""
+    shape = (*buffer.shape[:axis], end - begin, *buffer.shape[axis + 1 :])
+    return replace(buffer, shape=shape)
+
+
 def arguments(signature: Sequence[DeviceParameter], placement: Placement) -> list[list[Any]]:
     """A call's arguments as the judge process makes tensors of them; see `_cuda_child.Server.tensors`."""
     buffers = {buffer.name: buffer for buffer in placement.buffers}
@@ -443,7 +614,7 @@ class Spares:
 
     def __init__(self, make: Callable[[], CudaProcess], count: int) -> None:
         self._make = make
-        self._open = threading.Lock()
+        self._open = threading.Lock()  # at once they take four times as long each
         # A sandboxed process dies with the thread that started it: these live as long as the pool.
         self._starters = ThreadPoolExecutor(count, thread_name_prefix="judge-spare")
         self._ready: deque[Future[CudaProcess]] = deque()
@@ -460,12 +631,6 @@ class Spares:
             if process.alive:
                 return process
             process.close()
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """No context is made inside: for timing on the same GPU."""
-        with self._open:
-            yield
 
     def close(self) -> None:
         """End those that were not taken."""

@@ -1,49 +1,63 @@
 """GPU timing: candidate and baseline, each in its own process, take turns on inputs that neither has seen.
 
-Per workload, `SETS` problems are drawn after the candidate was built and laid out for both kernels. A timed
-pair is a replay of a captured graph of one call and a plain call, each behind a kernel that sleeps until the
-host has issued everything, between two events, from a cold L2 and with poisoned outputs and workspace. Pairs
-of candidate and baseline alternate in balanced random order; a process that is not asked has nothing on the
-GPU. The graph's time is the sample. All raw samples are kept. Afterwards guards, inputs and a random copy of
-the pool in each problem's outputs are compared: what was timed is what was right.
+Per workload, `SETS` problems are drawn after the candidate was built and laid out in its process. A *burst*
+is a few calls in a row, replays of a captured graph of one call and plain calls in random order, each behind
+a kernel that waits until the host has issued it, between two events, from a cold L2 and with poisoned outputs
+and workspace. Bursts of candidate and baseline alternate, every two pairs of them as ABBA or BAAB by a coin
+of their own; a process whose turn it is not has nothing on the GPU. The graphs' times are the samples; all
+are kept. A race may end a workload early (`racing.py`). Afterwards guards, inputs and a random copy of the
+pool in each problem's outputs are compared: what was timed is what was right.
+
+The baseline is the template's own kernel, which has nothing to learn from a problem: its problems, drawn like
+the candidate's, are laid out and captured once and stay for as long as its process. A candidate gets problems
+that nobody has seen.
+
+One candidate is timed at a time (`Shared.window`). Others are built, gated, laid out and compared meanwhile.
 
 The candidate's launch code runs in the process that reads the events, so what it reports is cross-checked:
 
 - a graph without kernels means launches on another stream, outside the events: FORGED;
 - graph and plain call may differ by `us` and `part` of the time, in the median: else FORGED, by name
   "quarantined";
-- no report can exceed what the parent waited, and the shortest wait beyond a report cannot exceed the
-  baseline's by more than `hidden_us` and `hidden` of the time: else FORGED;
+- no report can exceed what the parent waited, and the shortest wait beyond a burst's report cannot exceed the
+  baseline's by more than `hidden_us` a call and `hidden` of the time: else FORGED;
 - nor can a time lie below what moving the workload's bytes takes at the device's own copy bandwidth, what
   the L2 may hold left out.
 
-The middle two (`Bands`) must fail in two blocks of two.
+The middle two (`Bands`) must fail in two blocks of two, the second without a race.
 """
 
 import multiprocessing
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from evotune.fitness.arena import Placement
-from evotune.fitness.cuda_runner import CudaProcess
+from evotune.fitness.arena import lay_out
+from evotune.fitness.cuda_runner import KINDS, Armed, Burst, CudaProcess, Prepared
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.operator import Case, DeviceOperator, Spread, Workload, specialization
 from evotune.fitness.outcome import Failed, Failure, Measurement, Stage
+from evotune.fitness.racing import NO_BARS, Bars, Heat, Racing
 from evotune.fitness.runner import Fault
-from evotune.fitness.timing import Target, Timed, TimingPlan, blaming_baseline
+from evotune.fitness.timing import Target, Timed, TimingPlan, blaming_baseline, candidate_first
 
 SETS = 2
 """Problems of one workload, taken in turn. Every timed call starts from a cold L2 anyway."""
 
-_KINDS = ("graph", "plain")
+BURST = 4
+"""Replays in a row. Each change of sides costs 0.3 ms in which the GPU has nothing to do."""
+
 _FASTEST = 1.2  # of the copy bandwidth: what reading alone may reach beyond it
+_SHORTEST_SLEEP_US = 100.0
+_LONGEST_SLEEP_US = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +66,13 @@ class Bands:
 
     Attributes:
         us, part: between the median of graphs and that of plain calls; `part` is of the graphs'.
-        hidden_us, hidden: by how much a pair's shortest wait beyond its report may exceed the baseline's;
-            `hidden` is of the two reported times.
+        hidden_us, hidden: by how much a burst's shortest wait beyond its report may exceed the baseline's:
+            so much a call, and this part of the reported times.
     """
 
     us: float = 10.0
     part: float = 0.15
-    hidden_us: float = 500.0
+    hidden_us: float = 250.0
     hidden: float = 0.1
 
     def hold(self, graph_us: float, plain_us: float) -> bool:
@@ -82,6 +96,7 @@ class Pools:
 
     def __init__(self, operator: DeviceOperator, workloads: Sequence[Workload], processes: int) -> None:
         self._operator = operator
+        self._examples: dict[str, Spread] = {}
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(max(1, min(processes, len(workloads))), mp_context=context)
         self._solved: dict[str, Future[Case]] = {
@@ -96,6 +111,12 @@ class Pools:
         """A fresh problem of a workload; waits for its pool the first time."""
         return self._operator.spread(workload, self.pool(workload), rng)
 
+    def example(self, workload: Workload) -> Spread:
+        """A problem of a workload's shapes, always the same one."""
+        if workload.name not in self._examples:
+            self._examples[workload.name] = self.spread(workload, np.random.default_rng(0))
+        return self._examples[workload.name]
+
     def close(self) -> None:
         """End what is still being solved."""
         for process in list((getattr(self._executor, "_processes", None) or {}).values()):
@@ -103,50 +124,134 @@ class Pools:
         self._executor.shutdown(cancel_futures=True)
 
 
+class Room:
+    """GPU memory for the problems of candidates: whoever would exceed it waits, but never for nobody."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, wanted: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + wanted <= self._total)
+            self._taken += wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= wanted
+                self._changed.notify_all()
+
+
+@dataclass
+class _Posed:
+    """One workload's problems in a kernel's process, and its captured calls on them."""
+
+    target: Target
+    numbers: Sequence[int]
+    spreads: Sequence[Spread]
+    prepared: Prepared
+    armed: list[Armed] = field(default_factory=list)
+
+    @property
+    def poisoned_bytes(self) -> int:
+        """What is written before each timed call."""
+        return sum(b.size for b in self.prepared.placement.buffers if b.role != "input")
+
+
+@dataclass
+class Laid:
+    """A kernel's problems of all workloads of a round, in a process of its own."""
+
+    pools: Pools
+    posed: list[_Posed]
+
+    def holds(self, pools: Pools, targets: Sequence[Target]) -> bool:
+        return pools is self.pools and list(targets) == [posed.target for posed in self.posed]
+
+
+@dataclass
+class Shared:
+    """What the timers of one GPU have in common.
+
+    Attributes:
+        checks: where outputs are compared with the truth.
+        room: what candidates' problems may take of the GPU's memory.
+        window: held while a candidate is timed, and by whoever asks the baseline's process anything.
+        standing: problems that stay laid out, by process.
+        usual_us: the baseline's time by workload, for timeouts.
+        l2_bytes, copy_bytes_per_us: of the device, for the physical floor.
+    """
+
+    checks: Executor
+    room: Room
+    l2_bytes: int
+    copy_bytes_per_us: float
+    bands: Bands
+    racing: Racing
+    window: Any = field(default_factory=threading.RLock)
+    standing: WeakKeyDictionary[CudaProcess, Laid] = field(default_factory=WeakKeyDictionary)
+    usual_us: dict[str, float] = field(default_factory=dict)
+    _laws: Any = field(default_factory=threading.Lock)
+
+    def heat(self, workload: str, planned: int, bars: Bars) -> Heat:
+        """See `Racing.heat`."""
+        with self._laws:
+            return self.racing.heat(workload, planned, bars)
+
+    def learn(self, heats: Sequence[Heat]) -> None:
+        """See `Heat.learn`."""
+        with self._laws:
+            for heat in heats:
+                heat.learn()
+
+
 @dataclass
 class _Side:
-    """One kernel's half of a block."""
+    """One kernel's bursts on one workload."""
 
     process: CudaProcess
+    posed: _Posed
     copy_bytes_per_us: float
-    placements: list[Placement] = field(default_factory=list)
-    samples: list[tuple[float, float, float]] = field(default_factory=list)
+    bursts: list[Burst] = field(default_factory=list)
+    beyond_us: list[float] = field(default_factory=list)
 
-    def prepare(self, session: Session[CudaProcess], index: int, spreads: Sequence[Spread]) -> None:
-        for number, spread in enumerate(spreads):
-            workspace_bytes = session.workspace_bytes(index, spread)
-            self.placements.append(self.process.prepare(number, index, spread, workspace_bytes))
+    def sample(self, turn: int, order: Sequence[str], sleep_us: float, timeout_s: float) -> float:
+        """One burst; the median of its replays. Raises Fault.
 
-    def arm(self, timeout_s: float) -> float:
-        """Warm up and capture every set; the slowest replay in us. Raises Fault."""
-        said = [self.process.arm(number, timeout_s) for number in range(len(self.placements))]
-        if min(report["kernels"] for report in said) < 1:
-            self.process.close()
-            raise Fault(Failure.FORGED, "launches nothing on the stream it was given")
-        return max(report["us"] for report in said)
-
-    def sample(self, turn: int, order: Sequence[str], timeout_s: float) -> None:
-        """One timed pair. What poisoning takes is known and differs with the workspace: it is left out."""
-        number = turn % len(self.placements)
-        graph_us, plain_us, waited_us = self.process.sample(number, order, timeout_s)
-        poisoned = sum(b.size for b in self.placements[number].buffers if b.role != "input")
-        poisoning_us = 2 * poisoned / (self.copy_bytes_per_us / 2)
-        self.samples.append((graph_us, plain_us, waited_us - poisoning_us))
+        What poisoning takes is known and differs with the workspace: it is no part of what was waited for.
+        """
+        number = self.posed.numbers[turn % len(self.posed.numbers)]
+        burst = self.process.sample(number, order, sleep_us, timeout_s)
+        poisoning_us = len(order) * self.posed.poisoned_bytes / (self.copy_bytes_per_us / 2)
+        self.bursts.append(burst)
+        self.beyond_us.append(burst.waited_us - burst.reported_us - poisoning_us)
+        return median(burst.graph_us)
 
     @property
     def graph_us(self) -> tuple[float, ...]:
-        return tuple(graph for graph, _, _ in self.samples)
+        return tuple(us for burst in self.bursts for us in burst.graph_us)
+
+    @property
+    def plain_us(self) -> tuple[float, ...]:
+        return tuple(us for burst in self.bursts for us in burst.plain_us)
 
 
 @dataclass
 class _Block:
-    """One workload's samples, and the checks of its outputs, which go on while the next one is timed."""
+    """One workload's samples, and the checks of its outputs."""
 
-    target: Target
     mine: _Side
     theirs: _Side
+    heat: Heat
     checks: list[Future[Any]] = field(default_factory=list)
     breach: str | None = None
+
+    @property
+    def target(self) -> Target:
+        return self.mine.posed.target
 
     @property
     def measurement(self) -> Measurement:
@@ -154,53 +259,48 @@ class _Block:
         return Measurement(workload.name, workload.group, self.mine.graph_us, self.theirs.graph_us)
 
 
-def disagreement(
-    mine: Sequence[tuple[float, float, float]],
-    theirs: Sequence[tuple[float, float, float]],
-    bands: Bands,
-) -> str | None:
-    """Why samples (graph, plain, waited; us) of a candidate are not believed beside the baseline's."""
-    graph_us, plain_us = (median(sample[i] for sample in mine) for i in (0, 1))
+def disagreement(mine: _Side, theirs: _Side, bands: Bands) -> str | None:
+    """Why a candidate's bursts are not believed beside the baseline's."""
+    graph_us, plain_us = median(mine.graph_us), median(mine.plain_us)
     if not bands.hold(graph_us, plain_us):
         return f"quarantined: {graph_us:.1f} us as a graph, {plain_us:.1f} us as a plain call"
-    beyond, usual = (min(w - g - p for g, p, w in samples) for samples in (mine, theirs))
-    slack_us = bands.hidden_us + bands.hidden * (graph_us + plain_us)
-    if beyond - usual > slack_us:
-        return f"its clock leaves out {beyond - usual:.0f} us of a call, more than the slack allows"
+    beyond_us = min(mine.beyond_us) - min(theirs.beyond_us)
+    longest = max(mine.bursts, key=lambda burst: burst.reported_us)
+    calls = len(longest.graph_us) + len(longest.plain_us)
+    if beyond_us > bands.hidden_us * calls + bands.hidden * longest.reported_us:
+        return f"its clock leaves out {beyond_us:.0f} us of {calls} calls, more than the slack allows"
     return None
 
 
 @dataclass(frozen=True)
 class CudaTimer:
-    """Times candidates against a baseline session that stays alive between them.
-
-    Attributes:
-        checks: where outputs are compared with the truth.
-        quiet: keeps others from the GPU while something is timed.
-        l2_bytes, copy_bytes_per_us: of the device, for the physical floor.
-    """
+    """Times candidates on the workloads of a round against a session that stays alive between them."""
 
     operator: DeviceOperator
     cases: CaseBook
     pools: Pools
     targets: Sequence[Target]
     plan: TimingPlan
-    checks: Executor
-    quiet: Callable[[], AbstractContextManager[None]]
-    l2_bytes: int
-    copy_bytes_per_us: float
-    bands: Bands
+    shared: Shared
 
-    def time(self, candidate: Session[CudaProcess], baseline: Session[CudaProcess]) -> Timed | Failed:
+    def time(
+        self,
+        candidate: Session[CudaProcess],
+        baseline: Session[CudaProcess],
+        bars: Bars = NO_BARS,
+        *,
+        keep: bool = False,
+    ) -> Timed | Failed:
         """One block per workload; all of them a second time when the first one's clocks disagree.
 
+        `keep` leaves the candidate's problems where they are, for the next block of a comparison.
         Raises BaselineFault, SandboxError, StudyError.
         """
         rng = np.random.default_rng(secrets.randbits(128))
-        for _ in range(2):
+        for raced in (bars, NO_BARS):
             try:
-                blocks = [self._block(target, candidate, baseline, rng) for target in self.targets]
-                host_call_us = self._host_call_us(candidate, rng)
+                with self.shared.room.of(0 if keep else self._bytes(candidate)):
+                    blocks, host_call_us = self._measured(candidate, baseline, raced, keep, rng)
             except Fault as fault:
                 return Failed(fault.failure, Stage.TIME, fault.detail)
             doubts = [doubt for block in blocks if (doubt := self._doubt(block)) is not None]
@@ -208,77 +308,148 @@ class CudaTimer:
                 return self._accept(blocks, host_call_us)
         return doubts[0]
 
+    def _measured(
+        self,
+        candidate: Session[CudaProcess],
+        baseline: Session[CudaProcess],
+        bars: Bars,
+        keep: bool,
+        rng: np.random.Generator,
+    ) -> tuple[list[_Block], float]:
+        """Blocks that ran to their end, and the host cost of a call. Raises Fault, BaselineFault."""
+        process = candidate.runner
+        mine = self._standing(process, candidate, rng) if keep else self._laid(process, candidate, rng)
+        if not all(target.workload.name in self.shared.usual_us for target in self.targets):
+            with self.shared.window:
+                self._baselines(baseline, rng)
+        for posed in mine.posed:
+            self._arm(process, posed, self._timeout_s(posed.target))
+        with self.shared.window:
+            blocks = self._blocks(process, mine, baseline, bars, rng)
+        for block in blocks:
+            self._look(block, rng)
+        return blocks, self._host_call_us(candidate, rng)
+
     def _doubt(self, block: _Block) -> Failed | None:
-        reason = disagreement(block.mine.samples, block.theirs.samples, self.bands)
+        reason = disagreement(block.mine, block.theirs, self.shared.bands)
         name = block.target.workload.name
         return None if reason is None else Failed(Failure.FORGED, Stage.TIME, reason, case=name)
 
-    def canary_us(self, baseline: Session[CudaProcess]) -> float:
-        """The baseline's median time on the first workload, alone on the GPU. Raises BaselineFault."""
+    def canary(self, baseline: Session[CudaProcess]) -> "Canary":
+        """The baseline's medians on the first workload, nobody else timed. Raises BaselineFault."""
         rng = np.random.default_rng(secrets.randbits(128))
-        target = self.targets[0]
-        with blaming_baseline():
-            side = _Side(baseline.runner, self.copy_bytes_per_us)
-            side.prepare(baseline, target.index, [self.pools.spread(target.workload, rng)])
-            with self.quiet():
-                side.arm(self._patience_s(baseline))
-                for turn in range(self.plan.samples):
-                    side.sample(turn, _KINDS, self._patience_s(baseline))
-            side.process.release()
-        return median(side.graph_us)
-
-    @staticmethod
-    def _patience_s(session: Session[CudaProcess]) -> float:
-        return 10 * session.limits.call_timeout_s
-
-    def _block(
-        self,
-        target: Target,
-        candidate: Session[CudaProcess],
-        baseline: Session[CudaProcess],
-        rng: np.random.Generator,
-    ) -> _Block:
-        """Draw, lay out, time, fetch. Raises Fault, BaselineFault."""
-        drawn = rng.spawn(SETS)
-        spreads = list(self.checks.map(self.pools.spread, [target.workload] * SETS, drawn))
-        list(self.checks.map(lambda spread: spread.gathers, spreads))  # made once, for both sides
-        mine, theirs = (_Side(s.runner, self.copy_bytes_per_us) for s in (candidate, baseline))
-        mine.prepare(candidate, target.index, spreads)
-        with blaming_baseline():
-            theirs.prepare(baseline, target.index, spreads)
-        block = _Block(target, mine, theirs)
-        with self.quiet():
-            self._run(block, self._patience_s(baseline), rng)
-        self._look(block, spreads, rng)
-        mine.process.release()
-        with blaming_baseline():
-            theirs.process.release()
-        return block
-
-    def _run(self, block: _Block, patience_s: float, rng: np.random.Generator) -> None:
-        """The timed pairs. Raises Fault, BaselineFault."""
-        with blaming_baseline():
-            usual_us = block.theirs.arm(patience_s)
-        # Two plain calls, a replay and, the first time, the loading of device code.
-        timeout_s = 1.0 + 4 * max(self.plan.shortest_timeout_s, self.plan.slowest * usual_us / 1e6)
-        block.mine.arm(timeout_s)
-        for turn, first in enumerate(_balanced(self.plan.samples, rng)):
-            order = [_KINDS[i] for i in rng.permutation(2)]
-            if first:
-                block.mine.sample(turn, order, timeout_s)
+        with self.shared.window:
+            process, theirs = self._baselines(baseline, rng)
+            side = _Side(process, theirs.posed[0], self.shared.copy_bytes_per_us)
             with blaming_baseline():
-                block.theirs.sample(turn, order, patience_s)
-            if not first:
-                block.mine.sample(turn, order, timeout_s)
+                for turn, size in enumerate(_sizes(self.plan.samples)):
+                    side.sample(turn, _order(size, rng), _SHORTEST_SLEEP_US, _patience_s(baseline))
+        return Canary(median(side.graph_us), median(burst.waited_us for burst in side.bursts))
 
-    def _look(self, block: _Block, spreads: Sequence[Spread], rng: np.random.Generator) -> None:
+    def _bytes(self, session: Session[CudaProcess]) -> int:
+        """What the problems of all workloads take on the GPU. Raises Fault."""
+        total = 0
+        for target in self.targets:
+            shapes = self.pools.example(target.workload)
+            workspace_bytes = session.workspace_bytes(target.index, shapes)
+            signature = session.signatures[target.index]
+            total += SETS * lay_out(signature, shapes, workspace_bytes=workspace_bytes).end
+        return total
+
+    def _laid(self, process: CudaProcess, session: Session[CudaProcess], rng: np.random.Generator) -> Laid:
+        """Fresh problems of all workloads in a kernel's process instead of what it held. Raises Fault."""
+        process.release()
+        posed = []
+        for i, target in enumerate(self.targets):
+            drawn = rng.spawn(SETS)
+            spreads = list(self.shared.checks.map(self.pools.spread, [target.workload] * SETS, drawn))
+            list(self.shared.checks.map(lambda spread: spread.gathers, spreads))
+            numbers = range(i * SETS, (i + 1) * SETS)
+            workspace_bytes = session.workspace_bytes(target.index, spreads[0])
+            prepared = process.prepare(numbers, target.index, spreads, workspace_bytes)
+            posed.append(_Posed(target, numbers, spreads, prepared))
+        return Laid(self.pools, posed)
+
+    def _standing(
+        self, process: CudaProcess, session: Session[CudaProcess], rng: np.random.Generator
+    ) -> Laid:
+        """Problems of this round that the process holds already, else fresh ones. Raises Fault."""
+        found = self.shared.standing.get(process)
+        if found is None or not found.holds(self.pools, self.targets):
+            found = self.shared.standing[process] = self._laid(process, session, rng)
+        return found
+
+    def _baselines(
+        self, baseline: Session[CudaProcess], rng: np.random.Generator
+    ) -> tuple[CudaProcess, Laid]:
+        """The baseline's process and problems, its calls captured. In the window. Raises BaselineFault."""
+        with blaming_baseline():
+            process = baseline.runner
+            found = self._standing(process, baseline, rng)
+            for posed in found.posed:
+                self._arm(process, posed, _patience_s(baseline))
+                self.shared.usual_us[posed.target.workload.name] = max(armed.us for armed in posed.armed)
+        return process, found
+
+    def _arm(self, process: CudaProcess, posed: _Posed, timeout_s: float) -> None:
+        """Warm up and capture, unless that was done. Raises Fault."""
+        if posed.armed:
+            return
+        armed = [process.arm(n, _SHORTEST_SLEEP_US, timeout_s) for n in posed.numbers]
+        if min(one.kernels for one in armed) < 1:
+            process.close()
+            raise Fault(Failure.FORGED, "launches nothing on the stream it was given")
+        posed.armed = armed
+
+    def _timeout_s(self, target: Target) -> float:
+        """For a burst, and for two plain calls, a replay and, the first time, the loading of device code."""
+        usual_s = self.shared.usual_us[target.workload.name] / 1e6
+        return 1.0 + 2 * BURST * max(self.plan.shortest_timeout_s, self.plan.slowest * usual_s)
+
+    def _blocks(
+        self,
+        process: CudaProcess,
+        mine: Laid,
+        baseline: Session[CudaProcess],
+        bars: Bars,
+        rng: np.random.Generator,
+    ) -> list[_Block]:
+        """One for each workload. In the window. Raises Fault, BaselineFault."""
+        other, theirs = self._baselines(baseline, rng)
+        bursts, blocks = len(_sizes(self.plan.samples)), []
+        for posed, usual in zip(mine.posed, theirs.posed, strict=True):
+            heat = self.shared.heat(posed.target.workload.name, bursts, bars)
+            bandwidth = self.shared.copy_bytes_per_us
+            blocks.append(_Block(_Side(process, posed, bandwidth), _Side(other, usual, bandwidth), heat))
+            self._run(blocks[-1], rng)
+        return blocks
+
+    def _run(self, block: _Block, rng: np.random.Generator) -> None:
+        """The timed bursts on one workload, until a race ends them. Raises Fault, BaselineFault."""
+        mine, theirs, heat = block.mine, block.theirs, block.heat
+        issue_us = max(armed.issue_us for side in (mine, theirs) for armed in side.posed.armed)
+        sleep_us = min(max(2 * issue_us, _SHORTEST_SLEEP_US), _LONGEST_SLEEP_US)  # alike for both
+        timeout_s, sizes = self._timeout_s(block.target), _sizes(self.plan.samples)
+        heat.start()
+        for turn, (size, first) in enumerate(zip(sizes, candidate_first(len(sizes), rng), strict=True)):
+            order, mine_us = _order(size, rng), 0.0
+            if first:
+                mine_us = mine.sample(turn, order, sleep_us, timeout_s)
+            with blaming_baseline():
+                theirs_us = theirs.sample(turn, order, sleep_us, 10 * timeout_s)
+            if not first:
+                mine_us = mine.sample(turn, order, sleep_us, timeout_s)
+            if heat.pair(theirs_us, mine_us):
+                return
+
+    def _look(self, block: _Block, rng: np.random.Generator) -> None:
         """Buffers of all sets; a random copy's outputs of each go to be compared. Raises Fault."""
-        for number, spread in enumerate(spreads):
-            placement = block.mine.placements[number]
-            block.breach = block.breach or block.mine.process.breach(number, placement)
+        posed = block.mine.posed
+        for number, spread in zip(posed.numbers, posed.spreads, strict=True):
             copy = int(rng.integers(spread.copies))
-            outputs = block.mine.process.fetch(number, placement, spread.place(copy))
-            block.checks.append(self.checks.submit(_compared, spread, copy, outputs))
+            breach, outputs = block.mine.process.look(number, posed.prepared, spread.place(copy))
+            block.breach = block.breach or breach
+            block.checks.append(self.shared.checks.submit(_compared, spread, copy, outputs))
 
     def _host_call_us(self, candidate: Session[CudaProcess], rng: np.random.Generator) -> float:
         """The dearest object's host cost of a call on the gate's first problem that has work.
@@ -308,11 +479,25 @@ class CudaTimer:
             if block.breach is not None:
                 return Failed(Failure.WRONG, Stage.TIME, block.breach, case=name)
             moved = self.operator.floor_us(block.target.workload, 1.0)
-            floor = floor_us(moved, self.l2_bytes, self.copy_bytes_per_us)
+            floor = floor_us(moved, self.shared.l2_bytes, self.shared.copy_bytes_per_us)
             if min(block.mine.graph_us) < floor:
                 detail = f"{min(block.mine.graph_us):.3g} us, below the {floor:.3g} us that its bytes take"
                 return Failed(Failure.FORGED, Stage.TIME, detail, case=name)
-        return Timed(tuple(block.measurement for block in blocks), worst_error, host_call_us)
+        self.shared.learn([block.heat for block in blocks])
+        saved_s = sum(block.heat.saved_s for block in blocks)
+        return Timed(tuple(block.measurement for block in blocks), worst_error, host_call_us, saved_s)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """How the baseline does at the moment: device time of a call, and what the parent waited for a burst."""
+
+    us: float
+    waited_us: float
+
+
+def _patience_s(session: Session[CudaProcess]) -> float:
+    return 10 * session.limits.call_timeout_s
 
 
 def _compared(spread: Spread, copy: int, outputs: dict[str, Any]) -> Any:
@@ -323,8 +508,14 @@ def _has_work(case: Case) -> bool:
     return all(0 not in shape for shape, _ in filter(None, case.outputs.values()))
 
 
-def _balanced(count: int, rng: np.random.Generator) -> Iterator[bool]:
-    """Half of them true, in random order."""
-    order = np.arange(count) % 2 == 0
-    rng.shuffle(order)
-    return (bool(item) for item in order)
+def _sizes(samples: int) -> list[int]:
+    """Replays of each burst: as even as can be, two bursts at least where there are two samples."""
+    bursts = max(min(samples, 2), -(-samples // BURST))
+    return [samples // bursts + (i < samples % bursts) for i in range(bursts)]
+
+
+def _order(size: int, rng: np.random.Generator) -> list[str]:
+    """Of a burst's calls: so many replays and half as many plain calls, whose times only cross-check."""
+    graph, plain = KINDS
+    calls = [graph] * size + [plain] * (-(-size // 2))
+    return [calls[i] for i in rng.permutation(len(calls))]

@@ -13,6 +13,7 @@ says how far its values were right.
 
 import math
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -91,17 +92,19 @@ class GateReport:
 
 
 class CaseBook:
-    """Cases solved once, from seeds of the operating system, and fresh variants of them."""
+    """Cases solved once, from seeds of the operating system, and fresh variants of them. For any thread."""
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
         self._solved: dict[str, Case] = {}
+        self._solving = threading.Lock()
 
     def solved(self, workload: Workload) -> Case:
         """The case whose variants `fresh` gives; costs a solution only the first time."""
-        case = self._solved.get(workload.name)
-        if case is None:
-            case = self._solved[workload.name] = self._operator.solve(workload, secrets.randbits(31))
+        with self._solving:
+            case = self._solved.get(workload.name)
+            if case is None:
+                case = self._solved[workload.name] = self._operator.solve(workload, secrets.randbits(31))
         return case
 
     def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:

@@ -1,11 +1,13 @@
 """What every judge of compiled kernels does: build, gate, time, record; the device is a subclass's.
 
-Builds of several candidates run at once in the builder's processes. Judging and timing happen in one
-thread, in the order of submission, against a baseline process that stays alive: the template's default knobs
-on its seed source. A candidate's objects, one per specialization, share one disposable process.
+Builds of several candidates run at once in the builder's processes. Judging happens in *lanes*, threads that
+each take the next candidate in the order of submission: one where judging needs the machine to itself,
+several where only timing does. It is against a baseline process that stays alive: the template's default
+knobs on its seed source. A candidate's objects, one per specialization, share one disposable process.
 """
 
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,9 +139,15 @@ class CompiledEvaluator(ABC, Generic[Process]):
         # Only timed on, so that what a promotion is confirmed with chose nothing at all.
         self._third_gate = Gate(problem.operator)
         self._baseline: Session[Process] | None = None
+        self._baseline_changes = threading.RLock()
         self._default_builds: Builds | None = None
-        # One thread: order of submission is kept, and a process dies with the thread that started it.
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="judge")
+        # A process dies with the thread that started it, and these live as long as the evaluator.
+        self._judge = ThreadPoolExecutor(self._lanes, thread_name_prefix="judge")
+
+    @property
+    def _lanes(self) -> int:
+        """Candidates that are judged at once."""
+        return 1
 
     @abstractmethod
     def _signature(self, spec: Specialization) -> Sequence[Parameter]:
@@ -284,7 +292,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 return
 
     def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
-        """Do it in the judge's thread, after what is queued."""
+        """Do it in a lane, once what is queued has begun."""
 
         def guarded() -> _T | Failed | Retry:
             try:
@@ -308,7 +316,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         }
 
     def _evaluate(self, candidate: Candidate, builds: Builds, bars: Bars) -> Evaluation:
-        """In the judge's thread: wait for the builds, judge, time."""
+        """In a lane: wait for the builds, judge, time."""
         self._gate.prepare(self._specs, self._level)
         clock = _Stopwatch()
         artifacts: Artifacts = {}
@@ -372,10 +380,11 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def _time(self, session: Session[Process], turn: Round) -> Timed:
         """Against the baseline; one that misbehaves is replaced once. Raises _Stop, StudyError."""
+        baseline = self._living_baseline()
         try:
-            timed = self._timed(session, self._living_baseline(), turn)
+            timed = self._timed(session, baseline, turn)
         except BaselineFault:
-            self._drop_baseline()
+            self._drop_baseline(baseline)
             try:
                 timed = self._timed(session, self._living_baseline(), turn)
             except BaselineFault as fault:
@@ -386,14 +395,15 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def _living_baseline(self) -> Session[Process]:
         """The default kernel's session, through the screen gate when it is new. Raises StudyError, _Stop."""
-        if self._baseline is None:
-            session = self._session(self._default_artifacts())
-            failed = self._gate.judge(session, self._specs, "screen").failed
-            if failed is not None:
-                session.close()
-                raise StudyError(_default_fails(failed))
-            self._baseline = session
-        return self._baseline
+        with self._baseline_changes:
+            if self._baseline is None:
+                session = self._session(self._default_artifacts())
+                failed = self._gate.judge(session, self._specs, "screen").failed
+                if failed is not None:
+                    session.close()
+                    raise StudyError(_default_fails(failed))
+                self._baseline = session
+            return self._baseline
 
     def _start_default(self) -> Builds:
         """Queue the template's own source with its default knobs for each specialization."""
@@ -410,10 +420,12 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 raise StudyError(_default_fails(stop.outcome)) from None
             raise
 
-    def _drop_baseline(self) -> None:
-        if self._baseline is not None:
-            self._baseline.close()
-            self._baseline = None
+    def _drop_baseline(self, faulty: Session[Process] | None = None) -> None:
+        """End it; only if it is this one still, which another lane may have replaced."""
+        with self._baseline_changes:
+            if self._baseline is not None and (faulty is None or faulty is self._baseline):
+                self._baseline.close()
+                self._baseline = None
 
     def _naive_us(self, gate: Gate) -> dict[str, float]:
         """The numpy form's time on each workload, builds paused."""

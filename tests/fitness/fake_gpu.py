@@ -38,7 +38,7 @@ class Processor:
 
     def open(self) -> dict[str, Any]:
         sleep(0.01)
-        return {"device": "processor", "l2_bytes": 1 << 20}
+        return {"device": "processor", "l2_bytes": 1 << 20, "memory_bytes": 1 << 30}
 
     def function(self, path: str, entry: str) -> Callable[..., object]:
         library = ctypes.CDLL(path)
@@ -72,13 +72,14 @@ class Processor:
     def chill(self) -> None:
         """Caches stay as they are."""
 
-    def sleep_past(self, issue_us: float) -> None:
-        """Nothing sleeps."""
+    def sleep(self, us: float) -> None:
+        """Nothing waits for a host."""
 
-    def elapsed_us(self, work: Callable[[], object]) -> float:
-        start = perf_counter_ns()
-        work()
-        return (perf_counter_ns() - start) / 1e3
+    def mark(self) -> int:
+        return perf_counter_ns()
+
+    def between_us(self, start: int, stop: int) -> float:
+        return (stop - start) / 1e3
 
     def capture(self, work: Callable[[], object]) -> tuple[Callable[[], object], int]:
         return work, 1

@@ -1,15 +1,19 @@
 """The GPU's judge with the processor in the GPU's place: whole evaluations, one process per candidate."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evotune.errors import DeviceLost
+from evotune.fitness import _cuda_child as child
+from evotune.fitness import cuda_runner
 from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
-from evotune.fitness.cuda_runner import CudaCell
+from evotune.fitness.cuda_runner import CudaCell, CudaProcess
 from evotune.fitness.cuda_timing import Bands
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import GateLimits, GateReport
@@ -18,7 +22,7 @@ from evotune.fitness.judge import Confirmation, Problem
 from evotune.fitness.lease import Gpu, Lease
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import OBJECTIVES
-from evotune.fitness.outcome import Failed, Failure, Passed, Stage
+from evotune.fitness.outcome import Failed, Failure, Passed, Retry, Stage
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import TimingPlan
 from evotune.fitness.toolchain import Toolchain
@@ -110,9 +114,8 @@ def test_a_good_candidate_passes_gate_and_timing(evaluator: FakeEvaluator) -> No
     assert all(len(m.samples_us) == len(m.baseline_samples_us) == 4 for m in outcome.measurements)
     assert 0 < outcome.worst_error <= 1
     assert outcome.host_call_us > 0
-    assert set(evaluation.seconds) == {"build", "gate", "time", "gpu"}
-    assert evaluator.throughput.candidates >= 1
-    assert 0 < evaluator.throughput.busy <= 1
+    assert set(evaluation.seconds) - {"gpu_driver"} == {"build", "gate", "time", "gpu", "gpu_busy"}
+    assert 0 < evaluation.seconds["gpu_busy"] <= evaluation.seconds["gpu"]
 
 
 EARLY = {Stage.SMOKE, Stage.EDGES, Stage.REGIMES}
@@ -145,6 +148,46 @@ def test_planted_bugs_are_caught(
     )  # the next has a process of its own
 
 
+def test_lanes_do_not_mix(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several candidates at once: each future has its own candidate's result, no two processes have kernels
+    on the GPU at a time, timed bursts of two candidates do not interleave, the baseline is laid out once."""
+    asked: list[tuple[int, int, float, float]] = []
+    answered = CudaProcess._answered
+
+    def watched(process: CudaProcess, operation: int, data: bytes, timeout_s: float) -> int:
+        begun_s = time.monotonic()
+        try:
+            return answered(process, operation, data, timeout_s)
+        finally:
+            asked.append((operation, id(process), begun_s, time.monotonic()))
+
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)  # the baseline stands
+    monkeypatch.setattr(CudaProcess, "_answered", watched)
+    bad = candidate((MARK, MARK.replace("{\n", "{\n    scale *= 1.01f;\n", 1)))
+    futures = [evaluator.submit(each) for each in (candidate(), bad, candidate())]
+    outcomes = [future.result().outcome for future in futures]
+    assert [type(outcome) for outcome in outcomes] == [Passed, Failed, Passed]
+
+    turns = sorted(((begun, ended) for op, _, begun, ended in asked if op in cuda_runner._IN_TURN))
+    assert all(ended <= begun for (_, ended), (begun, _) in pairwise(turns))
+    assert evaluator._baseline is not None
+    theirs = id(evaluator._baseline.runner)
+    assert not [op for op, process, *_ in asked if process == theirs and op in (child.PREPARE, child.ARM)]
+    timed = [process for op, process, *_ in asked if op == child.SAMPLE and process != theirs]
+    assert len([key for key, _ in groupby(timed)]) == 2
+
+
+def test_a_timeout_on_a_loaded_machine_is_no_verdict(
+    evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = candidate((MARK, MARK.replace("{\n", '{\n    if (T == 82) for (;;) __asm__ volatile("");\n', 1)))
+    assert failed(evaluator.submit(hang).result()).failure is Failure.TIMEOUT
+    monkeypatch.setattr("evotune.fitness.cuda.LATE", 0.0)
+    outcome = evaluator.submit(hang).result().outcome
+    assert isinstance(outcome, Retry)
+    assert "the default kernel's answers took" in outcome.reason
+
+
 def test_only_large_problems_are_wrong(evaluator: FakeEvaluator) -> None:
     """What the gate's small cases do not show is seen in the timed calls' own outputs."""
     bad = candidate((MARK, MARK.replace("{\n", "{\n    if (T == 82 && HV == 4) scale *= 1.5f;\n", 1)))
@@ -167,7 +210,7 @@ def test_verify_explain_and_confirm(evaluator: FakeEvaluator) -> None:
 def test_a_device_that_slows_down_is_lost(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
     monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", -1.0)
-    evaluator._cell.usage.faults += 1
+    evaluator._cell.usage.fault()
     with pytest.raises(DeviceLost, match="not what it was"):
         evaluator.submit(candidate()).result()
     monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", 100.0)

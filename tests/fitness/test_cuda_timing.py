@@ -1,37 +1,134 @@
-"""When a GPU's times are believed."""
+"""When a GPU's times are believed, and who may use it."""
 
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from evotune.fitness.arena import lay_out
-from evotune.fitness.cuda_runner import arguments
-from evotune.fitness.cuda_timing import Bands, disagreement, floor_us
+from evotune.fitness.cuda_runner import Burst, Turns, Usage, arguments
+from evotune.fitness.cuda_timing import Bands, Room, _order, _Side, _sizes, disagreement, floor_us
 from evotune.fitness.operator import specialization
 from evotune.reference_kda.operator import KdaOperator
 from evotune.reference_kda.workload import Workload
 
 BANDS = Bands()
-HONEST = [(100.0, 105.0, 900.0), (101.0, 103.0, 1400.0), (99.0, 104.0, 880.0)]
-Samples = list[tuple[float, float, float]]
+
+
+def side(*bursts: tuple[tuple[float, ...], tuple[float, ...], float]) -> _Side:
+    """Of bursts as (graphs, plain calls, what the parent waited beyond them)."""
+    found = _Side(None, None, 1.0)  # type: ignore[arg-type]  # nothing is asked of a process
+    for graph_us, plain_us, beyond_us in bursts:
+        burst = Burst(graph_us, plain_us, 0.0)
+        found.bursts.append(replace(burst, waited_us=burst.reported_us + beyond_us))
+        found.beyond_us.append(beyond_us)
+    return found
+
+
+HONEST = side(((100.0, 101.0), (105.0,), 700.0), ((99.0, 100.0), (103.0,), 1200.0))
 
 
 def test_honest_samples_are_believed_however_late_the_answers() -> None:
-    late: Samples = [(g, p, waited + 5000) for g, p, waited in HONEST[:2]] + HONEST[2:]
+    late = side(((100.0, 101.0), (105.0,), 5700.0), ((99.0, 100.0), (103.0,), 690.0))
     assert disagreement(late, HONEST, BANDS) is None
 
 
 @pytest.mark.parametrize(
     ("mine", "told"),
     [
-        ([(20.0, 104.0, 900.0)] * 3, "quarantined: 20.0 us as a graph, 104.0 us as a plain call"),
-        ([(200.0, 100.0, 900.0)] * 3, "quarantined"),
-        ([(10.0, 10.0, 1500.0)] * 3, "its clock leaves out 803 us"),
+        (((20.0, 20.0), (104.0,), 700.0), "quarantined: 20.0 us as a graph, 104.0 us as a plain call"),
+        (((200.0, 200.0), (100.0,), 700.0), "quarantined"),
+        (((10.0, 10.0), (10.0,), 1500.0), "its clock leaves out 800 us of 3 calls"),
     ],
     ids=["shorter as a graph", "longer as a graph", "works outside the events"],
 )
-def test_a_clock_that_lies_is_not_believed(mine: Samples, told: str) -> None:
-    said = disagreement(mine, HONEST, BANDS)
+def test_a_clock_that_lies_is_not_believed(
+    mine: tuple[tuple[float, ...], tuple[float, ...], float], told: str
+) -> None:
+    said = disagreement(side(mine, mine), HONEST, BANDS)
     assert said is not None
     assert told in said
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(1, [1]), (2, [1, 1]), (8, [4, 4]), (10, [4, 3, 3]), (32, [4] * 8)]
+)
+def test_samples_come_in_bursts(samples: int, sizes: list[int]) -> None:
+    assert _sizes(samples) == sizes
+    order = _order(sizes[0], np.random.default_rng(0))
+    assert order.count("graph") == sizes[0]
+    assert order.count("plain") == (sizes[0] + 1) // 2
+
+
+def test_one_process_at_a_time_has_its_turn() -> None:
+    """Whoever waits longest is next, but a timed call goes before all who wait."""
+    turns, order, waiting = Turns(), [], threading.Barrier(2)
+
+    def work(name: str, first: bool) -> None:
+        waiting.wait()
+        with turns.turn(first=first):
+            order.append(name)
+
+    threads = []
+    with turns.turn():
+        for name, first in (("gate", False), ("layout", False), ("timed", True)):
+            threads.append(threading.Thread(target=work, args=(name, first)))
+            threads[-1].start()
+            waiting.wait()
+            while len(turns._waiting) < len(threads):
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == ["timed", "gate", "layout"]
+    with turns.turn():
+        pass  # nobody is left who keeps it
+
+
+def test_a_turn_ends_with_an_error_too() -> None:
+    turns = Turns()
+    with pytest.raises(KeyError), turns.turn():
+        raise KeyError
+    with turns.turn():
+        pass
+
+
+def test_room_is_shared_and_the_largest_is_let_in_alone() -> None:
+    room, inside, done = Room(100), threading.Event(), threading.Event()
+
+    def small() -> None:
+        with room.of(60):
+            inside.set()
+            done.wait(5)
+
+    def large() -> None:
+        with room.of(1000):
+            late.append(done.is_set())
+
+    late: list[bool] = []
+    threads = [threading.Thread(target=small), threading.Thread(target=large)]
+    threads[0].start()
+    assert inside.wait(5)
+    with room.of(40):
+        pass
+    threads[1].start()
+    time.sleep(0.05)
+    assert not late
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert late == [True]
+
+
+def test_use_is_counted_by_thread_and_never_beyond_the_turn() -> None:
+    usage = Usage()
+    thread = threading.Thread(target=usage.add, args=(1.0, 50.0))
+    thread.start()
+    thread.join()
+    usage.add(2.0, 0.5)
+    assert (usage.mine.held_s, usage.mine.busy_s) == (2.0, 0.5)
+    assert (usage.total.held_s, usage.total.busy_s) == (3.0, 1.5)
 
 
 def test_the_floor_leaves_out_what_the_l2_holds() -> None:

@@ -1,0 +1,52 @@
+"""What the driver says of a GPU's use, as nvidia-smi shows it: a second opinion beside the judge's own clock.
+
+The driver counts a GPU as used while any kernel is on it, one that only waits for the host included.
+"""
+
+import ctypes
+import threading
+import time
+
+_EVERY_S = 0.1
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Utilization:
+    """Asks NVML ten times a second in a thread, where the driver has it."""
+
+    def __init__(self, uuid: str) -> None:
+        """Of the GPU of that UUID; of the first one where the UUID is not one of the driver's."""
+        self._used_s: float | None = None
+        self._ended = threading.Event()
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        if self._nvml.nvmlInit_v2():
+            return
+        self._device = ctypes.c_void_p()
+        if self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)):
+            self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device))
+        self._used_s = 0.0
+        threading.Thread(target=self._watch, name="utilization", daemon=True).start()
+
+    @property
+    def used_s(self) -> float | None:
+        """Seconds of use since construction; None where the driver does not say."""
+        return self._used_s
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        rates, before_s = _Rates(), time.monotonic()
+        while not self._ended.wait(_EVERY_S):
+            failed = self._nvml.nvmlDeviceGetUtilizationRates(self._device, ctypes.byref(rates))
+            now_s = time.monotonic()
+            if not failed:
+                self._used_s = (self._used_s or 0.0) + rates.gpu / 100 * (now_s - before_s)
+            before_s = now_s
