@@ -56,8 +56,8 @@ class Evaluator(Protocol):
     """Builds, judges and times. Implementations: the real device, and the replay of a journal."""
 
     def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
-        """Queue a candidate. Builds of several run at once, and judging begins in the order of submission; where
-        a device judges several at once, they may end in any other.
+        """Queue a candidate. Builds of several run at once, and judging begins in the order of submission;
+        where a device judges several at once, they may end in any other.
 
         On a workload with a bar, timing may end early when the candidate is hopelessly below it.
         The future raises only DeviceLost, SandboxError or a bug of ours; a candidate's failure is a result.
