@@ -85,6 +85,11 @@ class CudaLinker(Linker):
             raise SandboxError(f"the linker does not say its version: {done.stderr.text.strip()[:200]}")
         return said[0]
 
+    @property
+    def identity(self) -> str:
+        """The compiler driver, its linker and what they are told; the object itself names no compiler."""
+        return " ".join([*self._compiler.command, self.version, *self._flags])
+
     def link_bytes(self, source: bytes, entry: str) -> bytes | Failed:
         """A checked shared object from an object that `CuteToolchain.inspect` let pass."""
         with self._sandbox.scratch() as scratch:

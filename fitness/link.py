@@ -36,14 +36,19 @@ class Linker:
         output = artifact.object_path.with_suffix(".so")
         seal = output.with_suffix(".so.sha256")
         source = artifact.object_path.read_bytes()
-        if _intact(output, seal, source):
+        if _intact(output, seal, source, self.identity):
             return output
         linked = self.link_bytes(source, artifact.entry)
         if isinstance(linked, Failed):
             return linked
         _write(output, linked)
-        _write(seal, _seal(source, linked))
+        _write(seal, _seal(source, linked, self.identity))
         return output
+
+    @property
+    def identity(self) -> str:
+        """Everything beside the object that a link's bytes depend on. Raises SandboxError."""
+        return self._toolchain.id
 
     def link_bytes(self, source: bytes, entry: str) -> bytes | Failed:
         """A checked shared object from a relocatable one that passed `inspect_object`."""
@@ -61,13 +66,13 @@ class Linker:
         return data if problem is None else refused(f"after the link: {problem}")
 
 
-def _seal(source: bytes, linked: bytes) -> bytes:
-    return f"{sha256(source).hexdigest()} {sha256(linked).hexdigest()}\n".encode()
+def _seal(source: bytes, linked: bytes, linker: str) -> bytes:
+    return " ".join(sha256(data).hexdigest() for data in (source, linked, linker.encode())).encode() + b"\n"
 
 
-def _intact(output: Path, seal: Path, source: bytes) -> bool:
+def _intact(output: Path, seal: Path, source: bytes, linker: str) -> bool:
     try:
-        return seal.read_bytes() == _seal(source, output.read_bytes())
+        return seal.read_bytes() == _seal(source, output.read_bytes(), linker)
     except FileNotFoundError:
         return False
 

@@ -8,7 +8,7 @@ import pytest
 
 from evotune.fitness import cuda_link
 from evotune.fitness.cuda_link import RUNTIME, CudaLinker, why_not_loaded
-from evotune.fitness.outcome import Failed
+from evotune.fitness.outcome import Artifact, Failed, Resources
 from evotune.fitness.sandbox import Sandbox
 
 GOOD = "int TVMFFIEnvGetStream(int); int __tvm_ffi_kda_forward(int x) { return TVMFFIEnvGetStream(x); }"
@@ -75,3 +75,25 @@ def test_another_library_is_refused(tmp_path: Path) -> None:
     assert told is not None
     assert told.startswith("it needs the library lib")
     assert why_not_loaded(b"no library", "kda_forward") is not None
+
+
+def test_another_linker_links_anew(
+    linker: CudaLinker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that another linker left beside the object is not taken for this one's."""
+    place = tmp_path / "entry"
+    place.mkdir()
+    (place / "kernel.o").write_bytes(compiled(GOOD, tmp_path))
+    artifact = Artifact("d" * 64, place / "kernel.o", "kda_forward", "sm_90a", "dsl", Resources({}), 0.0)
+    first = linker.link(artifact)
+    assert isinstance(first, Path)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaLinker, "link_bytes", lambda *_: pytest.fail("linked again"))
+        assert linker.link(artifact) == first
+    linked: list[bytes] = []
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(linker), "version", "GNU ld 9.99")
+        patch.setattr(CudaLinker, "link_bytes", lambda *_: linked.append(b"new") or b"new")
+        assert linker.link(artifact) == first
+    assert linked
+    assert first.read_bytes() == b"new"
