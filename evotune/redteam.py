@@ -1,4 +1,8 @@
-"""`python -m evotune redteam`: tries to fool the judge on this machine and reports what came of it."""
+"""`python -m evotune redteam`: tries to fool the judge of a target, and reports what came of it.
+
+For a target whose device is not on this machine, what a build and an inspection decide is judged; the rest
+is built.
+"""
 
 import csv
 import io
@@ -8,8 +12,8 @@ from typing import Any
 
 from evotune.fitness.build import default_cache_directory
 from evotune.fitness.outcome import RUNGS, Failed, Stage
-from evotune.fitness.redteam import CORPUS, Kind
-from evotune.fitness.redteam.corpus import Findings, Row, run
+from evotune.fitness.redteam import CORPORA, Kind
+from evotune.fitness.redteam.corpus import Findings, Row, bench, run
 from evotune.fitness.redteam.coverage import DOORS, Known, coverage
 
 STAYS = {
@@ -22,13 +26,18 @@ STAYS = {
 """What each rung is for, beside the kernels that it alone stops."""
 
 
-def judge(*, full: bool, unsafe: bool, say: Callable[[str], None]) -> Findings:
-    """The whole corpus; one line per entry goes to `say` as it is judged. Raises SandboxError, StudyError."""
+def judge(*, target: str = "host", full: bool, unsafe: bool, say: Callable[[str], None]) -> Findings:
+    """A target's whole corpus; one line per entry goes to `say` as it is judged.
+
+    Raises SandboxError; StudyError where the target's compiler is not installed; DeviceError when its GPU is
+    taken.
+    """
 
     def tell(row: Row) -> None:
-        say(f"{row.verdict:9} {row.entry.kind:8} {row.entry.name:40} {row.where}")
+        say(f"{row.verdict:9} {row.entry.kind:8} {row.entry.name:56} {row.where}")
 
-    return run(CORPUS, default_cache_directory(), full=full, unsafe=unsafe, say=tell)
+    opened = bench(default_cache_directory(), target, unsafe=unsafe)
+    return run(CORPORA[target], opened, full=full, say=tell)
 
 
 def lines(found: Findings) -> list[str]:
@@ -42,8 +51,24 @@ def lines(found: Findings) -> list[str]:
         f"false rejections    {len(found.rejected)} of {len(honest)} honest variants"
         f" ({found.false_rejections:.1%})",
         f"stopped first by    {stopped}; {harmless} tricks passed and gained nothing",
+        *_not_run(found),
         f"time                {found.seconds:.0f} s",
-        *(_mishap(row) for row in found.rows if row.verdict not in ("caught", "passed", "no gain")),
+        *(_mishap(row) for row in found.rows if row.verdict not in _AS_DUE),
+    ]
+
+
+_AS_DUE = ("caught", "passed", "no gain", "not run")
+
+
+def _not_run(found: Findings) -> list[str]:
+    """What could not be decided on this machine, and why; nothing where all could."""
+    if not found.not_run:
+        return []
+    kinds = [row.entry.kind for row in found.not_run]
+    counted = ", ".join(f"{kinds.count(kind)} {kind}s" for kind in Kind if kind in kinds)
+    return [
+        f"not run here        {len(found.not_run)} of {len(found.rows)} ({counted}): {found.lacking};"
+        " all were built, inspected and linked"
     ]
 
 
@@ -101,6 +126,8 @@ def record(row: Row) -> dict[str, Any]:
 def as_json(found: Findings) -> dict[str, Any]:
     return {
         "held": found.held,
+        "not_run": [row.entry.name for row in found.not_run],
+        "lacking": found.lacking,
         "accepted": [row.entry.name for row in found.accepted],
         "false_rejections": found.false_rejections,
         "rejected": [row.entry.name for row in found.rejected],
@@ -112,8 +139,8 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 
 def known() -> tuple[Known, ...]:
-    """The catalogue of known tricks with what stands for each."""
-    return coverage(CORPUS)
+    """The catalogue of known tricks with what stands for each, of all targets."""
+    return coverage([entry for corpus in CORPORA.values() for entry in corpus])
 
 
 def coverage_lines() -> list[str]:

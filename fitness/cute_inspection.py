@@ -151,9 +151,8 @@ def _device_problem(device: Elf) -> str | None:
     for symbol in device.symbols():
         if symbol.section == elf.UNDEFINED and symbol.name not in _DEVICE_SYMBOLS:
             return f"its device code calls {symbol.name}"
-    for section in device.sections:
-        if section.name.startswith(".nv.global"):
-            return f"{section.size} bytes of device memory that outlive a launch ({section.name})"
-        if not _DEVICE_SECTIONS.fullmatch(section.name):
-            return f"section {section.name} has no place in a kernel's device code"
-    return None
+    kept = next((s for s in device.sections if s.name.startswith(".nv.global")), None)
+    if kept is not None:
+        return f"{kept.size} bytes of device memory that outlive a launch ({kept.name})"
+    stray = next((s.name for s in device.sections if not _DEVICE_SECTIONS.fullmatch(s.name)), None)
+    return None if stray is None else f"section {stray} has no place in a kernel's device code"

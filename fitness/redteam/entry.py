@@ -1,7 +1,8 @@
-"""One kernel of the corpus: what it is, how it is made, and what has to become of it.
+"""One kernel of a corpus: what it is, how it is made, and what has to become of it.
 
-A kernel is C source: the corpus's own (`frame.c` round `token_loop.c` or `chunk_form.c`) or the host
-template, after some small edits. An edit that no longer fits its source is an error, never skipped.
+For the host a kernel is C source: the corpus's own (`frame.c` round `token_loop.c` or `chunk_form.c`) or the
+host template, after some small edits. For Hopper it is one of the two templates' source after such edits. An
+edit that no longer fits its source is an error, never skipped.
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,14 @@ from typing import Any, Literal
 
 from evotune.fitness.outcome import Failure, Stage
 from evotune.search_space.branch import Branch, Candidate
-from evotune.search_space.template import Specialization
-from evotune.search_space.templates.kda_host import TEMPLATE
+from evotune.search_space.template import Specialization, Template
+from evotune.search_space.templates import kda_host, kda_sm90, kda_sm90_chunked
 
-Base = Literal["token_loop", "chunk_form", "template"]
+Base = Literal["token_loop", "chunk_form", "template", "sm90", "sm90_chunked"]
+_HOPPER: Mapping[Base, Template] = {"sm90": kda_sm90.TEMPLATE, "sm90_chunked": kda_sm90_chunked.TEMPLATE}
 
+BEFORE = frozenset({Stage.BUILD, Stage.INSPECT})
+"""What needs no device: a build in its sandbox, then the inspection of the object and of its link."""
 RUNGS = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS, Stage.INTEGRITY})
 VALUES = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS})
 
@@ -55,8 +59,9 @@ class Entry:
         caught: the stages that may stop it: a rung of the gate, or build, inspect, time. Empty for variants.
         failures: what it may fail as; empty: whatever.
         evolve: numbers of the catalogue of known cheats (see `coverage`) that it stands for.
-        knobs: of the host template, where `base` is "template".
+        knobs: of the template, where `base` is one.
         may_pass: a trick that is honest where it does not work: it counts as accepted only if it pays.
+        told: what the failure must say, so that a trick is not caught for a slip of its own; "" for anything.
     """
 
     name: str
@@ -71,6 +76,20 @@ class Entry:
     dtype: str = "float32"
     contract: str = "plain"
     may_pass: bool = False
+    told: str = ""
+
+    @property
+    def template(self) -> Template:
+        return _HOPPER.get(self.base, kda_host.TEMPLATE)
+
+    @property
+    def target(self) -> str:
+        return self.template.target
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether more than a build and an inspection decides what becomes of it."""
+        return not self.caught or not self.caught <= BEFORE
 
     @property
     def source(self) -> str:
@@ -81,8 +100,8 @@ class Entry:
         return source
 
     def candidate(self, spec: Specialization) -> Candidate:
-        knobs = replace(TEMPLATE.default(spec), **self.knobs)
-        refusal = TEMPLATE.why_not(knobs, spec)
+        knobs = replace(self.template.default(spec), **self.knobs)
+        refusal = self.template.why_not(knobs, spec)
         if refusal is not None:
             raise ValueError(f"{self.name}: {refusal}")
         return Candidate(Branch(self.name, self.source, None, "redteam", self.why), knobs)
@@ -90,8 +109,8 @@ class Entry:
 
 @cache
 def base_source(base: Base) -> str:
-    if base == "template":
-        return TEMPLATE.source
+    if base == "template" or base in _HOPPER:
+        return _HOPPER.get(base, kda_host.TEMPLATE).source
     here = files("evotune.fitness.redteam")
     frame, core = (here.joinpath(f"{name}.c").read_text(encoding="utf-8") for name in ("frame", base))
     return Edit("/* CORE */\n", core).apply(frame)

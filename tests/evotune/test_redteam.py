@@ -3,9 +3,10 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 from evotune import redteam
-from evotune.fitness.outcome import RUNGS, Failed, Failure, Passed, Stage
+from evotune.fitness.outcome import RUNGS, Artifact, Failed, Failure, Passed, Resources, Stage
 from evotune.fitness.redteam import CORPUS, Kind
 from evotune.fitness.redteam.corpus import Findings, Row
 
@@ -32,6 +33,16 @@ def test_the_figures_and_every_mishap_are_printed() -> None:
     assert "false rejections    0 of 1 honest variants (0.0%)" in text
     assert "laws 1;" in text
     assert f"accepted: {CHEAT.name} (passed, 23.0 times as fast as its honest twin)" in text
+
+
+def test_what_could_not_be_run_here_is_said_with_the_reason() -> None:
+    built = Artifact("", Path(), "kda_forward", "sm_90a", "", Resources(), 0.0)
+    found = Findings((Row(MUTANT, built), Row(VARIANT, built)), 1.0, "this machine has no NVIDIA GPU")
+    text = "\n".join(redteam.lines(found))
+    assert "not run here        2 of 2 (1 mutants, 1 variants): this machine has no NVIDIA GPU" in text
+    assert "not run" not in "\n".join(redteam.lines(FOUND))
+    assert redteam.as_json(found)["not_run"] == [MUTANT.name, VARIANT.name]
+    assert found.held
 
 
 def test_the_matrix_names_what_a_rung_alone_sees() -> None:

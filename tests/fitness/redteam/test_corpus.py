@@ -2,16 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from evotune.fitness.outcome import RUNGS, Failed, Failure, Passed, Retry, Stage
-from evotune.fitness.redteam import CHEATS, CORPUS, MUTANTS, VARIANTS, Entry, Kind
-from evotune.fitness.redteam.corpus import Bench, Findings, Row, bench, run, workload
+from evotune.fitness import cute_toolchain
+from evotune.fitness.outcome import RUNGS, Artifact, Failed, Failure, Passed, Resources, Retry, Stage
+from evotune.fitness.redteam import CORPORA, CORPUS, CUTE_CORPUS, Entry, Kind
+from evotune.fitness.redteam.corpus import Bench, BuildBench, Findings, Row, bench, run, specialization_of
 from evotune.fitness.redteam.coverage import TITLES, coverage
 from evotune.fitness.redteam.entry import Edit, base_source
-from evotune.search_space.template import Specialization
+from evotune.fitness.sandbox import Sandbox
 
 # One of each kind of trick, cheap: values, laws' rungs, guards, walls, forged answers, work between calls.
 TELLING = (
@@ -20,6 +22,7 @@ TELLING = (
     *("reply forged", "poison detected", "inputs turned after use", "one head of two"),
     *("work put off", "work done ahead", "symmetry remembered elsewhere"),
 )
+EVERY = tuple(entry for corpus in CORPORA.values() for entry in corpus)
 HONEST = ("token by token", "sums backwards", "chunks of 16", "inverse, then product")
 
 
@@ -27,22 +30,26 @@ def named(*names: str) -> list[Entry]:
     return [entry for entry in CORPUS if entry.name in names]
 
 
-def spec_of(entry: Entry) -> Specialization:
-    table = workload(entry.dtype, entry.contract)
-    return Specialization("kda", entry.dtype, tuple(sorted(table.constants.items())))
+def kind(wanted: Kind, corpus: tuple[Entry, ...] = CORPUS) -> list[Entry]:
+    return [entry for entry in corpus if entry.kind is wanted]
 
 
 def test_sizes_and_names() -> None:
-    assert len(MUTANTS) >= 30
-    assert len(CHEATS) >= 40
-    assert len(VARIANTS) >= 30
-    assert sum(entry.base != "template" for entry in VARIANTS) >= 12
-    assert max(Counter(entry.name for entry in CORPUS).values()) == 1
+    assert len(kind(Kind.MUTANT)) >= 30
+    assert len(kind(Kind.CHEAT)) >= 40
+    assert len(kind(Kind.VARIANT)) >= 30
+    assert sum(entry.base != "template" for entry in kind(Kind.VARIANT)) >= 12
+    assert len(kind(Kind.MUTANT, CUTE_CORPUS)) >= 15
+    assert len(kind(Kind.CHEAT, CUTE_CORPUS)) >= 40
+    assert sum(not entry.needs_device for entry in CUTE_CORPUS) >= 30
+    assert max(Counter(entry.name for entry in EVERY).values()) == 1
+    for target, corpus in CORPORA.items():
+        assert {entry.target for entry in corpus} == {target}
 
 
-@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", EVERY, ids=lambda entry: entry.name)
 def test_an_entry_can_be_made_and_says_what_it_is_for(entry: Entry) -> None:
-    candidate = entry.candidate(spec_of(entry))
+    candidate = entry.candidate(specialization_of(entry))
     assert entry.why
     assert (candidate.branch.source != base_source(entry.base)) == bool(entry.edits)
     assert bool(entry.caught) == (entry.kind is not Kind.VARIANT)
@@ -57,17 +64,17 @@ def test_an_edit_that_does_not_fit_is_an_error() -> None:
 
 
 def test_every_known_trick_is_accounted_for() -> None:
-    known = coverage(CORPUS)
+    known = coverage(EVERY)
     assert [k.number for k in known] == list(range(1, 73))
     assert len(TITLES) == 72
     assert all(k.by or k.why for k in known)
     assert {k.standing for k in known} <= {"covered", "elsewhere", "not applicable", "open"}
-    assert {n for entry in CORPUS for n in entry.evolve} <= set(range(1, 73))
+    assert {n for entry in EVERY for n in entry.evolve} <= set(range(1, 73))
 
 
 def test_where_else_a_trick_is_stopped_exists() -> None:
     root = Path(__file__).parents[3]
-    for known in coverage(CORPUS):
+    for known in coverage(EVERY):
         for word in known.why.split():
             if word.startswith("tests/"):
                 assert (root / word).exists(), (known.number, word)
@@ -76,11 +83,14 @@ def test_where_else_a_trick_is_stopped_exists() -> None:
 CHEAT = Entry("c", Kind.CHEAT, "", caught=frozenset({Stage.SMOKE}), failures=frozenset({Failure.WRONG}))
 PASSED = Passed("full", 0.5, (), 1.0, (), {})
 WRONG = Failed(Failure.WRONG, Stage.SMOKE, "")
+BUILT = Artifact("", Path(), "kda_forward", "sm_90a", "", Resources(), 0.0)
+_EARLY = ("caught", "elsewhere", "accepted", "not run", "not run")
 
 
 def test_verdicts() -> None:
     variant = Entry("v", Kind.VARIANT, "")
     tricky = Entry("t", Kind.CHEAT, "", caught=frozenset({Stage.TIME}), may_pass=True)
+    early = Entry("e", Kind.CHEAT, "", caught=frozenset({Stage.INSPECT}), told="foreign")
     rows = [
         Row(CHEAT, WRONG, rungs={stage: int(stage == Stage.LAWS) for stage in RUNGS}),
         Row(CHEAT, Failed(Failure.FAULT, Stage.SMOKE, "")),
@@ -92,12 +102,18 @@ def test_verdicts() -> None:
         Row(variant, PASSED),
         Row(variant, WRONG),
         Row(variant, Retry("disk")),
+        Row(early, Failed(Failure.REFUSED, Stage.INSPECT, "foreign symbols")),
+        Row(early, Failed(Failure.REFUSED, Stage.INSPECT, "a slip of its own")),
+        Row(early, BUILT),
+        Row(CHEAT, BUILT),
+        Row(variant, BUILT),
     ]
     verdicts = ["caught", "elsewhere", "elsewhere", "accepted", "no gain", "accepted", "accepted"]
-    assert [row.verdict for row in rows] == [*verdicts, "passed", "rejected", "unknown"]
+    assert [row.verdict for row in rows] == [*verdicts, "passed", "rejected", "unknown", *_EARLY]
     found = Findings(tuple(rows), 1.0)
-    assert len(found.accepted) == 3
-    assert found.false_rejections == pytest.approx(1 / 3)
+    assert len(found.accepted) == 4
+    assert len(found.not_run) == 2
+    assert found.false_rejections == pytest.approx(1 / 4)
     assert found.alone()[Stage.LAWS] == ["c"]
     assert found.catches()[Stage.SMOKE] == 3
 
@@ -119,7 +135,7 @@ def test_a_corpus_holds_only_without_an_accepted_exploit_a_refused_kernel_or_dou
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench(tmp_path_factory.mktemp("cache")) as made:
+    with closing(bench(tmp_path_factory.mktemp("cache"))) as made:
         yield made
 
 
@@ -145,9 +161,52 @@ def test_every_rung_is_asked_where_a_gate_goes_on(opened: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_corpus(tmp_path: Path) -> None:
-    found = run(CORPUS, tmp_path, full=True)
+    found = run(CORPUS, bench(tmp_path), full=True)
     assert [(r.entry.name, r.where, r.paid) for r in found.accepted] == []
     assert [(r.entry.name, r.where) for r in found.rows if r.verdict in ("elsewhere", "unknown")] == []
     assert found.false_rejections <= 0.05
     alone = found.alone()
     assert all(alone[stage] for stage in RUNGS if stage is not Stage.SMOKE), alone
+
+
+# One of each kind of door: the sandbox of a build, what an object calls, what it keeps, its device code; and
+# a kernel that takes a GPU to be found wrong.
+EARLY = (
+    *("sm90: reads the compiler's parent while traced", "sm90: memory of its own", "sm90: a second image"),
+    *("sm90: memory that outlives a launch", "sm90: zeros", "sm90: as shipped"),
+)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", EARLY)
+def test_kernels_for_hopper_are_judged_as_far_as_that_needs_no_gpu(building: Bench, name: str) -> None:
+    entry = next(entry for entry in CUTE_CORPUS if entry.name == name)
+    (row,) = building.judge([entry], full=False)
+    assert row.verdict == ("not run" if entry.needs_device else "caught"), row.outcome
+
+
+@pytest.fixture(scope="module")
+def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    lack = cute_toolchain.missing()
+    if lack is not None:
+        pytest.skip(lack)
+    with closing(BuildBench(tmp_path_factory.mktemp("cute"), Sandbox.detect(), "no GPU asked for")) as made:
+        yield made
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_corpus_for_hopper_without_a_gpu(building: Bench) -> None:
+    rows = list(building.judge(CUTE_CORPUS, full=False))
+    assert [(r.entry.name, r.where, r.outcome) for r in rows if r.verdict not in ("caught", "not run")] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_corpus_for_hopper_on_a_gpu(tmp_path: Path) -> None:
+    found = run(CUTE_CORPUS, bench(tmp_path, "sm_90a"))
+    odd = [(r.entry.name, r.verdict, r.where, r.paid) for r in found.rows if r.verdict in _UNWANTED]
+    assert odd == []
+    assert not found.not_run
