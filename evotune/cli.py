@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -237,6 +237,10 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def redteam(
+    target: Annotated[
+        Literal["host", "sm_90a"],
+        typer.Option(help="Whose judge is tried. Without the GPU that it needs, as far as that goes."),
+    ] = "host",
     full: Annotated[
         bool, typer.Option("--full", help="Ask every rung about every wrong kernel, for the matrix.")
     ] = False,
@@ -253,7 +257,7 @@ def redteam(
     if coverage:
         print("\n".join(attack.coverage_lines()))
         return
-    found = attack.judge(full=full, unsafe=unsafe, say=_say)
+    found = attack.judge(target=target, full=full, unsafe=unsafe, say=_say)
     if table is not None:
         attack.write_table(found, table)
     if as_json:
