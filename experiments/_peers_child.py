@@ -327,7 +327,7 @@ class Evotune:
 
 
 def _share_runtime() -> None:
-    """The DSL's runtime library, for objects to bind to: of the installed wheel, else where the loader looks."""
+    """The DSL's runtime library, for objects to bind to: the installed one, else where the loader looks."""
     installed = find_spec("cutlass") is not None
     ctypes.CDLL(str(runtime_library()) if installed else RUNTIME, mode=ctypes.RTLD_GLOBAL)
 
