@@ -21,6 +21,13 @@ from evotune.workbench import Bench, Workbench
 from tests.search_space.host_kernel import Kernel, compile_unit
 
 Build = Callable[[Unit], tuple[bytes, bytes]]
+GPU = manifest.Gpu(name="Test GPU", compute_capability="9.0", driver="1.2", cuda="13.0")
+# More than a kernel of the host's asks for; a GPU's kernel cannot be asked.
+WORKSPACE = (
+    manifest.WorkspaceTerm(bytes=1 << 16, sizes=()),
+    manifest.WorkspaceTerm(bytes=1 << 12, sizes=("T", "HV")),
+    manifest.WorkspaceTerm(bytes=1 << 16, sizes=("N", "HV")),
+)
 INTERVAL = manifest.Interval(low=1.8, median=2.0, high=2.3, confidence=0.96)
 
 
@@ -67,8 +74,13 @@ def kernel(
     source: str = TEMPLATE.source,
     build: Build | None = None,
     toolchain: str = "gcc, by hand",
+    target: str = "host",
 ) -> bundle.Exported:
-    """`source` with `knobs` compiled for `specs`, by gcc alone unless there is a `build`."""
+    """`source` with `knobs` compiled for `specs`, by gcc alone unless there is a `build`.
+
+    One for another `target` is the host's all the same, in a manifest as that target's have.
+    """
+    gpu = target != "host"
     contents = {"kernel.c": source.encode()}
     objects = []
     knobs = knobs or KdaHostKnobs()
@@ -85,6 +97,7 @@ def kernel(
                 library=manifest.FileEntry.of(f"{spec.label}.so", library),
                 reproducible=True,
                 resources={"code_bytes": len(object_)},
+                workspace=WORKSPACE if gpu else None,
             )
         )
     branch = Branch("b00", source, None, "seed", note)
@@ -94,8 +107,8 @@ def kernel(
             number=7,
             candidate=Candidate(branch, knobs).digest,
             template="kda_host",
-            target="host",
-            language="c",
+            target=target,
+            language="cute" if gpu else "c",
             entry="kda_forward",
             branch="b00",
             parents=(),
@@ -110,6 +123,7 @@ def kernel(
             toolchain=toolchain,
             versions={"evotune": "0"},
             cpu=manifest.this_cpu(),
+            gpu=GPU if gpu else None,
             evidence=manifest.Evidence(
                 level="full", gate_seeds=1, worst_error=0.4, host_call_us=1.0, timings=timings
             ),
@@ -153,7 +167,9 @@ def index(
         study=study,
         operator="kda",
         template="kda_host",
+        target=kernels[0].manifest.target if kernels else "host",
         cpu=manifest.this_cpu(),
+        gpu=kernels[0].manifest.gpu if kernels else None,
         kernels={k.manifest.id: sha256(manifest.to_json(k.manifest)).hexdigest() for k in kernels},
         workloads=tuple(workloads),
         left_out=left_out,
