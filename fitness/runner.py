@@ -308,7 +308,7 @@ def _memory_copy(path: Path) -> int:
 
 def _limits(arena_bytes: int) -> Limits:
     """Room for Python, the arena and a candidate's own mistakes; the parent bounds each call's time."""
-    return Limits(cpu_s=24 * 3600, memory_bytes=arena_bytes + (1 << 30), processes=4, files=32)
+    return Limits(cpu_s=24 * 3600, memory_bytes=arena_bytes + (1 << 30), processes=5, files=32)
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> bytes:
