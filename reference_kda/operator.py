@@ -43,7 +43,7 @@ class KdaParameter:
 
 
 class KdaOperator:
-    """Kimi Delta Attention, forward. Stateless but for the law's solved cases, kept per specialization."""
+    """Kimi Delta Attention, forward. Stateless but for laws and the empty case, kept per specialization."""
 
     name = "kda"
     entry = "kda_forward"
@@ -104,8 +104,7 @@ class KdaOperator:
 
     def empty(self, spec: Spec) -> KdaCase:
         """No sequence, no token."""
-        workload = _base(spec)
-        return case_of(workload, draw_inputs(workload, 0), 0)
+        return _empty(_base(spec))
 
     def work(self, workload: Workload) -> tuple[float, str]:
         return float(sum(workload.lengths) * workload.value_heads), "token-heads"
@@ -133,6 +132,11 @@ class KdaOperator:
 @cache
 def _laws(base: Workload, level: Level) -> tuple[KdaLaw, ...]:
     return laws_of(base, level)
+
+
+@cache
+def _empty(base: Workload) -> KdaCase:
+    return case_of(base, draw_inputs(base, 0), 0)
 
 
 def _base(spec: Spec) -> Workload:

@@ -38,7 +38,7 @@ def fault_of(bench: Bench, source: str, timeout_s: float = 5.0, calls: int = 1) 
         placement = runner.arena.place(SIGNATURE, CASE, workspace_bytes=64)
         for _ in range(calls - 1):
             runner.call(0, placement, timeout_s)
-            time.sleep(0.1)  # until what the runner itself says about a call that was answered for it is there
+            time.sleep(0.1)  # until the runner's own answer, to a call that was answered for it, is there
         with pytest.raises(Fault) as caught:
             runner.call(0, placement, timeout_s)
         assert not runner.alive
