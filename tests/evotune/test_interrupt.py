@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from evotune.history import fold
 from evotune.journal import FILE, read
 from evotune.trials import storage_at
-from tests.evotune.toy import ROOT, call, environment, found, run_study, setup_of, study_file
+from tests.evotune.toy import ROOT, call, environment, found, meetings, run_study, setup_of, study_file
 
 KILLS = 20
 
@@ -99,6 +99,7 @@ def test_killed_at_twenty_points_a_study_finds_what_an_unbroken_one_finds(tmp_pa
     setup = setup_of(path)
     loop = run_study(setup, resumed=True)
     assert found(loop.opened.records) == found(whole.opened.records)
+    assert meetings(loop.opened.records) == meetings(whole.opened.records)
     trials = load_study(study_name="toy", storage=storage_at(setup.directory, "")).trials
     assert sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in trials) == 40
     assert not [trial for trial in trials if trial.state == TrialState.RUNNING]

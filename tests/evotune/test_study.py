@@ -24,7 +24,7 @@ from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, R
 from evotune.replay import ReplayEvaluator, replay, run_in_memory
 from evotune.study import End, Stop, StudyRun
 from evotune.trials import JOURNAL_FILE, storage_at
-from tests.evotune.toy import ToyDevice, found, mutators, run_study, setup_of, study_file
+from tests.evotune.toy import ToyDevice, found, meetings, mutators, run_study, setup_of, study_file
 
 WRONG = Failed(Failure.WRONG, Stage.EDGES, "o, head 0", case="odd T", log="a line\n" * 3)
 
@@ -100,6 +100,7 @@ def test_branches_enter_by_passing_and_are_repaired_once(whole: StudyRun) -> Non
 def test_a_replay_finds_the_same_candidates(whole: StudyRun) -> None:
     again = replay(whole.setup.directory)
     assert found(again) == found(whole.opened.records)
+    assert meetings(again) == meetings(whole.opened.records) != []
     kinds = (BranchAdded, Refusal)
     assert [r for r in again if isinstance(r, kinds)] == [
         r for r in whole.opened.records if isinstance(r, kinds)
@@ -242,7 +243,7 @@ def test_stopping_finishes_the_step_and_resuming_changes_nothing(whole: StudyRun
     assert found(loop.opened.records) == found(whole.opened.records)
 
 
-@pytest.mark.parametrize("lines", [4, 6, 9, 23, 40, 41, 42, 43, 57])
+@pytest.mark.parametrize("lines", [4, 6, 9, 23, 40, 41, 42, 43, 57, 86, 88])
 def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: Path, lines: int) -> None:
     """Optuna saw more or less than the journal has; RUNNING trials are left behind."""
     setup = setup_of(study_file(tmp_path))
@@ -266,6 +267,7 @@ def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: P
     left_running = sum(t.state == TrialState.RUNNING for t in optuna_study(setup.directory).trials)
     loop = run_study(setup, resumed=True)
     assert found(loop.opened.records) == found(whole.opened.records)
+    assert meetings(loop.opened.records) == meetings(whole.opened.records)
     after = optuna_study(setup.directory).trials
     assert not [trial for trial in after if trial.state == TrialState.RUNNING]
     assert sum(t.state != TrialState.FAIL for t in after) == 40

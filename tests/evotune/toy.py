@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from evotune.fitness.timing import Timed
 from evotune.history import fold
 from evotune.mutators.mutator import Proposal, Request
 from evotune.opening import begin, resume
-from evotune.records import Record
+from evotune.records import Confirmation, Contest, Record
 from evotune.search_space.branch import Candidate, replace_stage, stages
 from evotune.search_space.space import knob
 from evotune.search_space.template import Constant, Language, Specialization, Unit, digest
@@ -176,7 +176,8 @@ class ToyDevice:
     """Judges in one thread, in order.
 
     `troubles` maps a number of submission to what happens instead, `fates` a number of comparison. `noise` is
-    the standard deviation of a compared call's log-time; screening has none.
+    the standard deviation of a compared call's log-time; screening has none. A comparison that is made again
+    sees the same times.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class ToyDevice:
         fates: Mapping[int, Fallen | Failed | Retry | Exception] | None = None,
         *,
         noise: float = 0.01,
-        seed: int = 0,
+        gate_s: float = 0.2,
     ) -> None:
         self._setup = setup
         self._troubles = dict(troubles or {})
@@ -197,7 +198,7 @@ class ToyDevice:
         self.bars: list[Bars] = []
         self.compared: list[tuple[str, str]] = []
         self._noise = noise
-        self._rng = np.random.default_rng(seed)
+        self._gate_s = gate_s
         self.closed = threading.Event()
 
     def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
@@ -210,7 +211,9 @@ class ToyDevice:
         time.sleep(self._delay_s)
         if isinstance(trouble, Exception):
             raise trouble
-        return Evaluation(trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": 0.2})
+        return Evaluation(
+            trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": self._gate_s}
+        )
 
     def compare(
         self,
@@ -227,18 +230,22 @@ class ToyDevice:
             raise fate
         if fate is not None:
             return fate
-        blocks = []
+        meeting = f"{challenger.digest}/{incumbent.digest}/{group}/{purpose}"
+        rng = np.random.default_rng(list(meeting.encode()))
+        blocks: list[Timed] = []
         while not blocks or not enough(blocks[-1]):
-            blocks.append(Timed(tuple(self._block(challenger, incumbent, group)), 0.5, 1.0))
+            blocks.append(Timed(tuple(self._block(challenger, incumbent, group, rng)), 0.5, 1.0))
         return Comparison(tuple(blocks), 0.5)
 
-    def _block(self, challenger: Candidate, incumbent: Candidate, group: str) -> Iterator[Measurement]:
+    def _block(
+        self, challenger: Candidate, incumbent: Candidate, group: str, rng: np.random.Generator
+    ) -> Iterator[Measurement]:
         for workload in self._setup.workloads:
             if workload.group == group:
                 times = []
                 for candidate in (challenger, incumbent):
                     true = time_us(candidate.knobs, workload.size) / speed(candidate.branch.source)
-                    times.append(tuple(true * np.exp(self._noise * self._rng.standard_normal(2))))
+                    times.append(tuple(true * np.exp(self._noise * rng.standard_normal(2))))
                 yield Measurement(workload.name, group, *times)
 
     def close(self) -> None:
@@ -384,6 +391,12 @@ def found(records: Sequence[Record]) -> list[tuple[int, str, dict[str, Any], Any
         )
         for entry in fold(records).entries
     ]
+
+
+def meetings(records: Sequence[Record]) -> list[Contest | Confirmation]:
+    """Contests and confirmations, without what the clock said."""
+    held = [record for record in records if isinstance(record, Contest | Confirmation)]
+    return [replace(record, seconds=0.0, elapsed_s=0.0) for record in held]
 
 
 @dataclass(frozen=True)
