@@ -6,17 +6,19 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evotune.errors import SandboxError, StudyError
-from evotune.fitness.evaluation import Evaluation
-from evotune.fitness.gate import GateLimits, GateReport
+from evotune.fitness.evaluation import Comparison, Evaluation, Fallen, Purpose
+from evotune.fitness.gate import CaseBook, GateLimits, GateReport
 from evotune.fitness.host import Confirmation, HostEvaluator, HostSettings, Problem
 from evotune.fitness.objectives import OBJECTIVES
 from evotune.fitness.outcome import Failed, Failure, Passed, Retry, Stage
 from evotune.fitness.sandbox import Sandbox
-from evotune.fitness.timing import TimingPlan
+from evotune.fitness.timing import Timed, TimingPlan
+from evotune.promotion import log_ratio
 from evotune.reference_kda.operator import KdaOperator
 from evotune.reference_kda.workload import Workload
 from evotune.search_space.branch import Branch, Candidate
@@ -127,6 +129,93 @@ def test_confirm_judges_fully_and_times_against_the_default(rms: HostEvaluator) 
     assert set(confirmation.naive_us[0]) == {w.name for w in WORKLOADS}
     bad = rms.confirm(rms_candidate(SOURCE.replace("/ D + eps", "/ D")))
     assert isinstance(bad, Failed)
+
+
+def compared(
+    evaluator: HostEvaluator, challenger: str, incumbent: str, purpose: Purpose = "promotion", blocks: int = 6
+) -> tuple[Comparison | Fallen | Failed | Retry, list[Timed]]:
+    """On the group "few", and what was shown on the way."""
+    shown: list[Timed] = []
+
+    def enough(timed: Timed) -> bool:
+        shown.append(timed)
+        return len(shown) == blocks
+
+    mine, theirs = (rms_candidate(source) for source in (challenger, incumbent))
+    return evaluator.compare(mine, theirs, enough, group="few", purpose=purpose), shown
+
+
+SLOW = SOURCE.replace(
+    "float *factors = workspace;",
+    "float *factors = workspace; for (volatile int i = 0; i < 100000; i++) {}",
+)
+
+
+@pytest.mark.parametrize("purpose", ["promotion", "confirmation"])
+def test_a_challenger_meets_an_incumbent_in_blocks(rms: HostEvaluator, purpose: Purpose) -> None:
+    found, shown = compared(rms, SOURCE, SLOW, purpose)
+    assert isinstance(found, Comparison)
+    assert list(found.blocks) == shown
+    assert len(shown) == 6
+    for block in shown:
+        assert [m.workload for m in block.measurements] == [w.name for w in WORKLOADS if w.group == "few"]
+        assert all(len(m.samples_us) == len(m.baseline_samples_us) == 2 for m in block.measurements)
+    assert sum(log_ratio(block.measurements) > 0 for block in shown) >= 5
+    assert 0 < found.worst_error <= 1
+
+
+def test_a_challenger_must_pass_the_full_gate(rms: HostEvaluator) -> None:
+    found, shown = compared(rms, SOURCE.replace("/ D + eps", "/ D"), SOURCE)
+    assert isinstance(found, Failed)
+    assert shown == []
+
+
+def test_a_challenger_that_is_wrong_where_it_is_timed_has_failed(rms: HostEvaluator) -> None:
+    found, _ = compared(rms, SOURCE.replace("factors[r]);", "rows == 100 ? 1 : factors[r]);"), SOURCE)
+    assert isinstance(found, Failed)
+    assert (found.failure, found.stage) == (Failure.WRONG, Stage.TIME)
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [("__builtin_trap();", "fails while it is timed"), ("oh no", "does not build any more")],
+)
+def test_an_incumbent_that_fails_is_not_the_challengers_fault(
+    rms: HostEvaluator, statement: str, told: str
+) -> None:
+    found, shown = compared(rms, SOURCE, SOURCE.replace("float *factors", f"{statement} float *factors"))
+    assert isinstance(found, Fallen)
+    assert told in found.detail
+    assert shown == []
+
+
+def test_a_purpose_has_problems_of_its_own(rms: HostEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is screened, promoted and confirmed on is solved apart; a block draws it afresh."""
+    timed: dict[str, set[int]] = {}
+    real = CaseBook.fresh
+
+    def noting(book: CaseBook, workload: Any, rng: Any) -> Any:
+        if workload in WORKLOADS:
+            timed.setdefault(workload.name, set()).add(id(book))
+        return real(book, workload, rng)
+
+    monkeypatch.setattr(CaseBook, "fresh", noting)
+    rms.submit(rms_candidate()).result()
+    compared(rms, SOURCE, SOURCE, "promotion", blocks=1)
+    compared(rms, SOURCE, SOURCE, "confirmation", blocks=1)
+    few = [w.name for w in WORKLOADS if w.group == "few"]
+    assert [len(timed[name]) for name in few] == [3, 3]
+
+
+def test_bars_end_a_hopeless_candidates_timing(cache: Path) -> None:
+    settings = replace(SETTINGS, timing=TimingPlan(samples=20))
+    with closing(evaluator_of(PROBLEM, cache, settings)) as evaluator:
+        found = evaluator.submit(rms_candidate(SLOW), {WORKLOADS[0].name: 2.0}).result()
+        assert isinstance(found.outcome, Passed)
+        assert [len(m.samples_us) == 20 for m in found.outcome.measurements] == [False, True, True]
+        assert found.saved_s > 0
+        assert [v.name for v in found.outcome.values][0] == "speedup:rows"
+        assert found.outcome.values[0].value < 1
 
 
 def test_explain_goes_on_after_a_failure(rms: HostEvaluator) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.outcome import Failed, Failure, Stage
+from evotune.fitness.racing import Racing
 from evotune.fitness.runner import Runner
 from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
 from tests.fitness.compiled import WORKLOAD, Bench
@@ -47,6 +48,24 @@ def test_a_candidate_may_be_timed_again_in_the_same_session(bench: Bench) -> Non
         assert isinstance(timer().time(candidate, baseline), Timed)
 
 
+def test_a_hopeless_kernel_is_stopped_early_and_keeps_its_estimate(bench: Bench) -> None:
+    """On the workload that has a bar; the other one is timed in full."""
+    raced = replace(timer(replace(PLAN, samples=20)), racing=Racing(0.05))
+    with bench.session(_TWICE) as candidate, bench.session(SOURCE) as baseline:
+        timed = raced.time(candidate, baseline, {WORKLOAD.name: 1.5})
+    assert isinstance(timed, Timed)
+    stopped, whole = timed.measurements
+    assert 2 <= len(stopped.samples_us) == len(stopped.baseline_samples_us) < 20
+    assert len(whole.samples_us) == 20
+    assert stopped.speedup < 0.5
+    assert timed.saved_s > 0
+    with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
+        timed = raced.time(candidate, baseline, {WORKLOAD.name: 0.5})
+    assert isinstance(timed, Timed)
+    assert [len(m.samples_us) for m in timed.measurements] == [20, 20]
+    assert timed.saved_s == 0
+
+
 def watch(session: Session[Runner], event: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell of a session's "call" and "end", when the process that served the calls makes room."""
     runner = session.runner
@@ -80,6 +99,7 @@ def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.Mon
     timed = turns.split()[5:45]
     pairs = [tuple(timed[i : i + 2]) for i in range(0, 40, 2)]
     assert pairs.count(("mine", "theirs")) == pairs.count(("theirs", "mine")) == 10
+    assert all(set(pairs[i : i + 2]) == {("mine", "theirs"), ("theirs", "mine")} for i in range(0, 20, 2))
 
 
 def test_quiet_holds_while_kernels_run_and_not_while_inputs_are_drawn(
