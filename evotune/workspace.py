@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]
 _GRAIN = 1 << 14  # a multiple of every chunk length, and of every alignment over an element's bytes
 _SMALL = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 96, 127, 129, 1000, 4095, 8192, 65537)
 _SAMPLES = 4000
-_WASTE = 1.1  # of what is needed, where sizes are 1024 and more
+_WASTE, _WASTE_BYTES = 1.1, 1 << 16  # of what is needed, and beside it, where sizes are 1024 and more
 
 
 def terms(needs: Callable[[Sizes], int], names: Sequence[str]) -> tuple[WorkspaceTerm, ...]:
@@ -35,7 +35,7 @@ def terms(needs: Callable[[Sizes], int], names: Sequence[str]) -> tuple[Workspac
     if max(excess) > 0:
         found.append(_rounding(found, samples, excess))
     too_little = (s for s in samples if _total(found, s) < needs(s))
-    too_much = (s for s in large if _total(found, s) > _WASTE * needs(s))
+    too_much = (s for s in large if _total(found, s) > _WASTE * needs(s) + _WASTE_BYTES)
     for sizes in (*too_little, *too_much):
         raise StudyError(
             f"the workspace is no sum of products of sizes: {needs(sizes)} bytes at {sizes}, "

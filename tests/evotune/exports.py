@@ -1,6 +1,7 @@
 """Exported directories made by hand, with real kernels of the host template but without the judge."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
@@ -174,6 +175,23 @@ def index(
         workloads=tuple(workloads),
         left_out=left_out,
     )
+
+
+def reseal(directory: Path, kernel: str = "good", **changes: object) -> None:
+    """Change a kernel's manifest as an attacker would, with every hash made to fit."""
+    own = directory / "kernels" / kernel
+    data = json.loads((own / "manifest.json").read_text()) | changes
+    entries = [data["source"]]
+    for built in data["objects"]:
+        entries += [built["object"], built["library"]]
+    for entry in entries:
+        if "/" not in entry["name"] and (own / entry["name"]).is_file():
+            content = (own / entry["name"]).read_bytes()
+            entry |= {"sha256": sha256(content).hexdigest(), "size_bytes": len(content)}
+    (own / "manifest.json").write_text(json.dumps(data))
+    index = json.loads((directory / "manifest.json").read_text())
+    index["kernels"][kernel] = sha256((own / "manifest.json").read_bytes()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps(index))
 
 
 def load_dropin(pareto: Path) -> Any:

@@ -69,21 +69,6 @@ def problems(directory: Path) -> dict[str, str]:
     return {finding.name: finding.problem for finding in verify(directory).findings if finding.problem}
 
 
-def reseal(directory: Path, kernel: str = "good", **changes: object) -> None:
-    """Change a kernel's manifest as an attacker would, with every hash made to fit."""
-    own = directory / "kernels" / kernel
-    data = json.loads((own / "manifest.json").read_text()) | changes
-    for built in data["objects"]:
-        for entry in (built["object"], built["library"]):
-            if (own / entry["name"]).is_file():
-                content = (own / entry["name"]).read_bytes()
-                entry |= {"sha256": sha256(content).hexdigest(), "size_bytes": len(content)}
-    (own / "manifest.json").write_text(json.dumps(data))
-    index = json.loads((directory / "manifest.json").read_text())
-    index["kernels"][kernel] = sha256((own / "manifest.json").read_bytes()).hexdigest()
-    (directory / "manifest.json").write_text(json.dumps(index))
-
-
 def test_an_honest_export_holds_and_rebuilds(honest: Path) -> None:
     told: list[Finding] = []
     found = verify(honest, rebuild=True, say=told.append)
@@ -123,7 +108,7 @@ def test_a_swapped_library_is_found_with_fitting_hashes(copy: Path) -> None:
     data = bytearray(library.read_bytes())
     data[-1] ^= 1
     library.write_bytes(bytes(data))
-    reseal(copy)
+    exports.reseal(copy)
     assert "is not what linking" in problems(copy)["good"]
 
 
@@ -134,7 +119,7 @@ def test_a_swapped_object_is_judged_not_believed(
     own = copy / "kernels" / "good"
     (own / f"{PLAIN.label}.o").write_bytes(object_)
     (own / f"{PLAIN.label}.so").write_bytes(library)
-    reseal(copy)
+    exports.reseal(copy)
     assert problems(copy)["good"].startswith("wrong at ")
 
 
@@ -144,7 +129,7 @@ def test_an_object_with_a_constructor_is_refused_before_it_is_linked(copy: Path,
     evil = TEMPLATE.source + "\n__attribute__((constructor)) static void evil(void) { __builtin_trap(); }\n"
     path = compile_unit(TEMPLATE.unit(evil, TEMPLATE.default(PLAIN), PLAIN), tmp_path)
     (copy / "kernels" / "good" / f"{PLAIN.label}.o").write_bytes(path.read_bytes())
-    reseal(copy)
+    exports.reseal(copy)
     assert "refused at inspect" in problems(copy)["good"]
 
 
@@ -153,14 +138,14 @@ def test_a_rebuild_that_differs_is_found(copy: Path) -> None:
     changed = WRONG.encode()
     source.write_bytes(changed)
     entry = {"name": "kernel.c", "sha256": sha256(changed).hexdigest(), "size_bytes": len(changed)}
-    reseal(copy, source=entry)
+    exports.reseal(copy, source=entry)
     found = verify(copy, rebuild=True)
     assert "gives another object" in found.findings[-1].problem
 
 
 @pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", ".."])
 def test_names_cannot_leave_the_directory(copy: Path, name: str) -> None:
-    reseal(copy, source={"name": name, "sha256": "0" * 64, "size_bytes": 1})
+    exports.reseal(copy, source={"name": name, "sha256": "0" * 64, "size_bytes": 1})
     assert "source.name" in problems(copy)["good"]
 
 
@@ -250,7 +235,7 @@ def test_a_dispatch_to_a_kernel_that_is_not_there_is_found(copy: Path) -> None:
 
 def test_another_processor_is_named(copy: Path) -> None:
     cpu = manifest.this_cpu().model_dump()
-    reseal(copy, cpu=cpu | {"model": "Other 9000", "flags": [*cpu["flags"], "avx9999"]})
+    exports.reseal(copy, cpu=cpu | {"model": "Other 9000", "flags": [*cpu["flags"], "avx9999"]})
     assert "built for Other 9000" in problems(copy)["good"]
     assert "avx9999" in problems(copy)["good"]
 
@@ -266,7 +251,7 @@ def test_another_processor_is_named(copy: Path) -> None:
 def test_specializations_of_an_enemy(copy: Path, specialization: dict[str, object]) -> None:
     own = copy / "kernels" / "good"
     objects = json.loads((own / "manifest.json").read_text())["objects"]
-    reseal(copy, objects=[objects[0] | {"specialization": specialization}])
+    exports.reseal(copy, objects=[objects[0] | {"specialization": specialization}])
     assert problems(copy)["good"]
 
 
