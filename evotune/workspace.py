@@ -71,8 +71,8 @@ def _troublesome(names: Sequence[str]) -> Iterator[Sizes]:
 
 
 def _drawn(least: int, count: int) -> npt.NDArray[np.float64]:
-    """[samples, count] sizes from 2^least to 2^17, log-uniform, the same every time."""
-    exponents = np.random.default_rng(0).uniform(least, 17, (_SAMPLES, count))
+    """[samples, count] sizes from 2^least to 2^24, log-uniform, the same every time."""
+    exponents = np.random.default_rng(0).uniform(least, 24, (_SAMPLES, count))
     return np.floor(2.0**exponents)
 
 
