@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 KERNELS = "kernels"
 MANIFEST_LIMIT = 8 * 2**20
 FILE_LIMIT = 64 * 2**20
+LARGEST = 2**40
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,120}")
 
@@ -64,7 +65,7 @@ class SpecializationEntry(_Model):
 class WorkspaceTerm(_Model):
     """`bytes` times the product of the sizes named, such as 864 · T · HV."""
 
-    bytes: Annotated[int, Field(ge=0, le=2**40)]
+    bytes: Annotated[int, Field(ge=0, le=LARGEST)]
     sizes: Annotated[tuple[Name, ...], Field(max_length=8)]
 
     def of(self, sizes: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evotune.errors import StudyError
-from evotune.manifest import WorkspaceTerm
+from evotune.manifest import LARGEST, WorkspaceTerm
 
 Sizes = Mapping[str, int]
 
@@ -80,7 +80,7 @@ def _rounding(
     found: Sequence[WorkspaceTerm], samples: Sequence[Sizes], excess: Sequence[int]
 ) -> WorkspaceTerm:
     """The product that covers the excess at the least waste: a product of `found` without one of its sizes,
-    which was rounded up."""
+    which was rounded up. Raises StudyError when none does."""
     candidates = {tuple(n for n in term.sizes if n != gone) for term in found for gone in term.sizes} | {()}
     covers: list[tuple[int, WorkspaceTerm]] = []
     for group in candidates:
@@ -89,7 +89,11 @@ def _rounding(
         if any(e > 0 and not one for e, one in zip(excess, ones, strict=True)):
             continue
         most = max(-(-e // one) for e, one in zip(excess, ones, strict=True) if one)
+        if most > LARGEST:
+            continue
         covers.append((most * sum(ones), WorkspaceTerm(bytes=most, sizes=group)))
+    if not covers:
+        raise StudyError("the workspace is no sum of products of sizes: it grows faster")
     return min(covers, key=lambda cover: cover[0])[1]
 
 
