@@ -1,31 +1,18 @@
 """The Hopper template: legality without a compiler, and every sampled configuration through the real one."""
 
-import ast
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from evotune.fitness import cute_toolchain
-from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
-from evotune.fitness.outcome import Resources
-from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled
-from evotune.search_space.branch import frame, replace_stage, stages
+from evotune.search_space.branch import frame, replace_stage
 from evotune.search_space.space import Space, choices_of
-from evotune.search_space.template import Specialization, Unit
 from evotune.search_space.templates.kda_sm90 import TEMPLATE, KdaSm90Knobs
 from evotune.search_space.templates.kda_sm90_plan import SHARED_LIMIT_BYTES, Plan
-
-
-def spec(contract: str = "production", K: int = 128, V: int = 128, dtype: str = "bfloat16") -> Specialization:
-    return Specialization("kda", dtype, (("K", K), ("V", V), ("contract", contract)))
-
+from tests.search_space.sm90 import Build, code, imported, methods_of_stages, spec
 
 SPECS = (
     spec(),
@@ -116,29 +103,13 @@ class TestLegality:
 
 class TestSource:
     def test_it_stands_alone(self) -> None:
-        tree = ast.parse(TEMPLATE.source)
-        imported = {
-            name.split(".")[0]
-            for node in ast.walk(tree)
-            for name in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-        }
-        assert imported == {"cutlass", "collections", "dataclasses"}
+        assert imported(TEMPLATE.source) == {"cutlass", "collections", "dataclasses"}
         assert "from __future__" not in TEMPLATE.source
 
     def test_each_stage_is_one_whole_method(self) -> None:
-        found = stages(TEMPLATE.source)
+        found = methods_of_stages(TEMPLATE.source)
         assert {"normalise", "gate", "decay", "correction", "update", "output"} <= set(found)
-        for name, body in found.items():
-            tree = ast.parse("class Kernel:\n" + body)
-            (kernel,) = tree.body
-            assert isinstance(kernel, ast.ClassDef)
-            assert [getattr(node, "name", None) for node in kernel.body] == [name]
+        assert found == {name: [name] for name in found}
 
     def test_layouts_tell_what_the_plan_knows(self) -> None:
         shown = TEMPLATE.layouts(KdaSm90Knobs(), spec())
@@ -146,34 +117,6 @@ class TestSource:
         assert "(2,16,128):(2048,128,1) bf16" in shown
         assert re.search(r"^ *51264 +in all$", shown, re.MULTILINE)
         assert "thread   8  columns 1, 17  keys 0–3, 32–35" in shown
-
-
-Build = Callable[[Sequence[Unit]], list[tuple[Compiled, Resources]]]
-
-
-@pytest.fixture(scope="module")
-def build() -> Iterator[Build]:
-    """Compile several units on all processors; fails the test when one does not compile."""
-    lack = cute_toolchain.missing()
-    if lack is not None:
-        pytest.skip(lack)
-    toolchain, sandbox, limits = CuteToolchain(), Sandbox.detect(), Limits(wall_s=60)
-
-    def one(unit: Unit) -> tuple[Compiled, Resources]:
-        with sandbox.scratch() as scratch:
-            compiled = toolchain.compile(unit, scratch, sandbox, limits)
-        assert isinstance(compiled, Compiled), f"{unit.constants}: {compiled}"
-        resources = toolchain.inspect(unit, compiled)
-        assert isinstance(resources, Resources), f"{unit.constants}: {resources}"
-        return compiled, resources
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield lambda units: list(pool.map(one, units))
-    toolchain.close()
-
-
-def code(compiled: Compiled) -> str:
-    return ptx_digest(compiled.files[".ptx"].decode())
 
 
 @pytest.mark.compile

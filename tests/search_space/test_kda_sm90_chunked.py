@@ -1,9 +1,6 @@
 """The chunked Hopper template: layouts by lane, legality without a compiler, samples through the real one."""
 
-import ast
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,25 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from evotune.fitness import cute_toolchain
-from evotune.fitness.cute_toolchain import CuteToolchain, ptx_digest
-from evotune.fitness.outcome import Resources
-from evotune.fitness.sandbox import Limits, Sandbox
-from evotune.fitness.toolchain import Compiled
-from evotune.search_space.branch import replace_stage, stages
+from evotune.search_space.branch import replace_stage
 from evotune.search_space.space import Space, choices_of
-from evotune.search_space.template import Specialization, Unit
 from evotune.search_space.templates.kda_sm90_chunked import TEMPLATE, KdaSm90ChunkedKnobs
 from evotune.search_space.templates.kda_sm90_chunked_plan import CHUNK, SHARED_LIMIT_BYTES, TILE, WARP, Plan
+from tests.search_space.sm90 import Build, code, imported, methods_of_stages, spec
 
 Real = npt.NDArray[np.float64]
 LANES = range(WARP)
 
 SIZES = {"N": 3, "T": 100, "HV": 4}
-
-
-def spec(contract: str = "production", K: int = 128, V: int = 128, dtype: str = "bfloat16") -> Specialization:
-    return Specialization("kda", dtype, (("K", K), ("V", V), ("contract", contract)))
 
 
 SPECS = (spec(), spec("plain"), spec(K=64, V=64), spec("plain", K=64, V=128))
@@ -252,29 +240,14 @@ class TestLegality:
 
 class TestSource:
     def test_it_stands_alone(self) -> None:
-        tree = ast.parse(TEMPLATE.source)
-        imported = {
-            name.split(".")[0]
-            for node in ast.walk(tree)
-            for name in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-        }
-        assert imported == {"cutlass", "collections", "dataclasses", "typing"}
+        assert imported(TEMPLATE.source) == {"cutlass", "collections", "dataclasses", "typing"}
 
     def test_each_stage_is_one_whole_method(self) -> None:
-        found = stages(TEMPLATE.source)
+        found = methods_of_stages(TEMPLATE.source)
         assert {"gate", "exponentials", "invert", "contract", "forget", "correct", "update", "output"} <= set(
             found
         )
-        for name, body in found.items():
-            (kernel,) = ast.parse("class Kernel:\n" + body).body
-            assert isinstance(kernel, ast.ClassDef)
-            assert [getattr(node, "name", None) for node in kernel.body] == [name]
+        assert found == {name: [name] for name in found}
 
     def test_layouts_tell_what_the_plan_knows(self) -> None:
         shown = TEMPLATE.layouts(KdaSm90ChunkedKnobs(), spec())
@@ -282,34 +255,6 @@ class TestSource:
         assert "   13312      512  end" in shown
         assert "   67648  in all" in shown
         assert "lane  4  columns 1, 9  keys 0, 1, 8, 9, …" in shown
-
-
-Build = Callable[[Sequence[Unit]], list[tuple[Compiled, Resources]]]
-
-
-@pytest.fixture(scope="module")
-def build() -> Iterator[Build]:
-    """Compile several units on all processors; fails the test when one does not compile."""
-    lack = cute_toolchain.missing()
-    if lack is not None:
-        pytest.skip(lack)
-    toolchain, sandbox, limits = CuteToolchain(), Sandbox.detect(), Limits(wall_s=90)
-
-    def one(unit: Unit) -> tuple[Compiled, Resources]:
-        with sandbox.scratch() as scratch:
-            compiled = toolchain.compile(unit, scratch, sandbox, limits)
-        assert isinstance(compiled, Compiled), f"{unit.constants}: {compiled}"
-        resources = toolchain.inspect(unit, compiled)
-        assert isinstance(resources, Resources), f"{unit.constants}: {resources}"
-        return compiled, resources
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield lambda units: list(pool.map(one, units))
-    toolchain.close()
-
-
-def code(compiled: Compiled) -> str:
-    return ptx_digest(compiled.files[".ptx"].decode())
 
 
 @pytest.mark.compile
