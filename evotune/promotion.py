@@ -27,7 +27,9 @@ BASELINE = 0
 
 _MAD = 1.4826  # median absolute deviation to standard deviation, for a normal law
 _MEDIAN = 1.2533  # standard error of a median over that of a mean, likewise
-_FIRST_COSTS = 20  # candidates judged in the time of a first contest, which solves the full gate's cases
+# What things cost in candidates judged, on a busy machine too: solving the cases of the full gate,
+# which the first contest waits for, and the rest of a contest or a confirmation.
+_SOLVING, _MEETING = 20, 5
 _MOST_REFUSED = 3
 
 
@@ -112,12 +114,9 @@ def resolved(published: Estimate, resolution: float | None) -> bool:
 
 
 def log_ratio(block: Sequence[Measurement]) -> float:
-    """Log of the incumbent's time over the challenger's: the mean over pairs, then over workloads."""
-    means = []
-    for measured in block:
-        logs = _pair_logs(measured)
-        means.append(sum(logs) / len(logs))
-    return sum(means) / len(means)
+    """Log of the incumbent's time over the challenger's, by the fastest call of each; mean over workloads."""
+    logs = [log_speedup(min(m.baseline_samples_us), min(m.samples_us)) for m in block]
+    return sum(logs) / len(logs)
 
 
 def log_ratios(blocks: Blocks) -> list[float]:
@@ -185,8 +184,13 @@ def turn(history: History, plan: PromotionPlan, *, over: bool, limit_s: float | 
 
 
 def reserve_s(history: History, plan: PromotionPlan, limit_s: float) -> float:
-    """How much of the time limit the search must leave to promotions and confirmations."""
-    return max(0.0, plan.share * limit_s - spent(history))
+    """How much of the time limit the search must leave to promotions and confirmations: what is left of their
+    share, and in any case what a contest and a confirmation of each group will take."""
+    if not plan.share:
+        return 0.0
+    solving = 0 if history.contests else _SOLVING
+    least_s = (solving + 2 * _MEETING * len(_groups(history))) * _candidate_s(history)
+    return min(max(plan.share * limit_s - spent(history), least_s), limit_s / 2)
 
 
 def spent(history: History) -> float:
@@ -266,9 +270,14 @@ def _expected_s(history: History) -> float:
     """What the next contest will take: as long as the last."""
     if history.contests:
         return history.contests[-1].seconds
+    return (_SOLVING + _MEETING) * _candidate_s(history)
+
+
+def _candidate_s(history: History) -> float:
+    """What a candidate takes of the judge's time, on average."""
     judged = [entry.judged for entry in history.judged if entry.judged]
     seconds = [judgement.seconds.get(phase, 0.0) for judgement in judged for phase in ("gate", "time")]
-    return _FIRST_COSTS * sum(seconds) / len(judged) if judged else 0.0
+    return sum(seconds) / len(judged) if judged else 0.0
 
 
 def _untested(history: History, group: str) -> bool:

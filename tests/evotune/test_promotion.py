@@ -29,6 +29,7 @@ from evotune.promotion import (
     bars,
     log_ratio,
     matches,
+    reserve_s,
     resolved,
     spent,
     titles,
@@ -106,8 +107,11 @@ def challengers(state: History) -> list[int]:
     return [match.challenger for match in matches(state, PLAN)]
 
 
-def test_a_block_is_the_mean_log_ratio_over_pairs_then_workloads() -> None:
-    block = (measured("a", [2.0, 8.0]), measured("b", [1.0, 1.0]))
+def test_a_block_is_the_mean_log_ratio_of_the_fastest_calls_over_workloads() -> None:
+    block = (
+        Measurement("a", "long", (5.0, 1.0, 900.0), (7.0, 8.0, 4.0)),
+        Measurement("b", "long", (3.0, 3.0), (3.0, 30.0)),
+    )
     assert log_ratio(block) == pytest.approx(math.log(4) / 2)
 
 
@@ -177,15 +181,15 @@ def test_the_most_hopeful_group_comes_first() -> None:
 
 
 def test_while_the_search_runs_half_the_share_may_go() -> None:
-    """A first contest is reckoned at 20 candidates, a later one at what the last took."""
+    """A first contest is reckoned at 25 candidates, a later one at what the last took."""
     assert turn(history(steady(1.3, *[1.0] * 100), seconds=0.1), PLAN, over=False) is None
-    many = steady(1.3, 1.4, *[1.0] * 400)
+    many = steady(1.3, 1.4, *[1.0] * 510)
     due = turn(history(many, seconds=0.1), PLAN, over=False)
     assert isinstance(due, Match)
     assert due.challenger == 2
-    held = history(many, contest(2, BASELINE, seconds=1.0), seconds=0.1)  # 2 of the 40.3 s times 0.05 fit
+    held = history(many, contest(2, BASELINE, seconds=1.0), seconds=0.1)  # 2 s fit into 51.3 s times 0.05
     assert isinstance(turn(held, PLAN, over=False), Match)
-    held = history(many, contest(2, BASELINE, seconds=1.2), seconds=0.1)
+    held = history(many, contest(2, BASELINE, seconds=1.3), seconds=0.1)
     assert turn(held, PLAN, over=False) is None
     assert turn(history(many, seconds=0.1), replace(PLAN, share=0.0), over=False) is None
     assert turn(history(many, seconds=0.1), replace(PLAN, share=0.0), over=True) is None
@@ -209,6 +213,18 @@ def test_at_the_end_every_group_is_tested_then_confirmed() -> None:
     due = turn(history(groups, won, lost), PLAN, over=True, limit_s=10_000)  # its share is not used up
     assert isinstance(due, Match)
     assert (due.group, due.challenger) == ("short", 2)
+
+
+def test_a_time_limit_leaves_room_for_the_end() -> None:
+    """What is left of the share, and never less than what each group needs: 20 + 10 candidates' time here."""
+    state = history(steady(1.3), seconds=0.1)
+    assert reserve_s(state, PLAN, 100.0) == pytest.approx(10.0)
+    assert reserve_s(state, PLAN, 12.0) == pytest.approx(3.0)
+    assert reserve_s(state, PLAN, 4.0) == pytest.approx(2.0)
+    held = history(steady(1.3), contest(1, BASELINE, seconds=4.0), seconds=0.1)
+    assert reserve_s(held, PLAN, 100.0) == pytest.approx(6.0)
+    assert reserve_s(held, PLAN, 12.0) == pytest.approx(1.0)
+    assert reserve_s(state, replace(PLAN, share=0.0), 100.0) == 0.0
 
 
 def test_a_few_that_fail_the_full_gate_are_passed_over_at_the_end() -> None:
