@@ -46,7 +46,12 @@ def sm_90a(setup: Setup, cache: Path | None = None) -> "CudaEvaluator":
     return CudaEvaluator(
         Problem(setup.template, setup.operator, setup.workloads),
         setup.objectives,
-        settings=CudaSettings(gate=config.gate_limits, timing=config.timing_plan, build=config.build_plan),
+        settings=CudaSettings(
+            gate=config.gate_limits,
+            timing=config.timing_plan,
+            build=config.build_plan,
+            comparing=setup.promotion.share > 0,
+        ),
         cache=cache,
         sandbox=Sandbox.detect(unsafe=setup.unsafe),
     )

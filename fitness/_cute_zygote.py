@@ -42,10 +42,12 @@ _WRITABLE = (".", "/tmp", "/dev/shm")
 _LOG_BYTES = 128 << 10  # kept of the head of what a job prints, and as much of its tail
 _RESULT_BYTES = 96 << 20
 _CHUNK = 1 << 16
+_NICE = 10  # a compile can wait; the judge's processes, with the GPU waiting for them, cannot
 
 
 def main(alone: bool, options: str) -> None:
     requests, answers = os.dup(0), os.dup(1)
+    os.nice(_NICE)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)  # what an import prints must not reach the protocol

@@ -30,7 +30,7 @@ from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.cuda_link import CudaLinker, runtime_library
 from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace
-from evotune.fitness.cuda_timing import BURST, Bands, Canary, CudaTimer, Pools, Room, Shared
+from evotune.fitness.cuda_timing import BURST, Bands, Canary, CudaTimer, Pools, Room, Shared, Solvers
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import Gate, GateLimits, Session
@@ -51,8 +51,8 @@ from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 
 CANARY_BAND = 0.1
-LATE = 3.0
-"""The machine is overloaded when the baseline's answers take so many times what they took at first."""
+LATE = 0.25
+"""The machine is overloaded when an answer of the baseline, of milliseconds, takes this part of a timeout."""
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _SANITIZER_S = 60.0
@@ -65,6 +65,7 @@ class CudaSettings:
 
     Attributes:
         lanes: candidates that are judged at once; one of them is timed.
+        comparing: candidates will also be compared with one another, so that what this takes is solved ahead.
         spares: processes that stand ready ahead of their use; each takes a core for 4 s.
     """
 
@@ -72,7 +73,8 @@ class CudaSettings:
     gate: GateLimits = field(default_factory=GateLimits)
     timing: TimingPlan = field(default_factory=TimingPlan)
     build: BuildPlan = field(default_factory=BuildPlan)
-    lanes: int = 4
+    lanes: int = 6
+    comparing: bool = False
     spares: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
     bands: Bands = Bands()
 
@@ -132,7 +134,10 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._operator: DeviceOperator = problem.operator  # type: ignore[assignment]  # sm_90a has such alone
         self._pools: dict[int, Pools] = {}
         self._pools_change = threading.Lock()
+        self._solvers = Solvers(max(1, (os.cpu_count() or 2) // 2))
         self._pools_of(self._gate)
+        self._gate.prepare(self._specs, self._level, self._solvers.executor)
+        self._cell.keep_bytecode()
         self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
         self._checks = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="check")
         self._workspace_of: dict[str, Workspace] = {}
@@ -141,7 +146,8 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._doubted = False
         self._faults_seen = 0
         self._utilization = Utilization(self._lease.gpu.uuid)
-        self._told_driver_s = 0.0
+        self._told_s: dict[str, float] = {}
+        self._telling = threading.Lock()
         # A lane that waits for its process wakes up in time: what holds the interpreter lets go after 0.5 ms.
         self._closing.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
@@ -176,8 +182,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._spares.close()
         self._utilization.close()
         self._checks.shutdown(cancel_futures=True)
-        for pools in self._pools.values():
-            pools.close()
+        self._solvers.close()
         self._closing.close()
 
     def sanitize(self, candidate: Candidate) -> Sanitized | Failed:
@@ -262,33 +267,48 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         """As the base does; of the GPU's time, in seconds:
 
         "gpu": this candidate's turns and the baseline's beside it; "gpu_busy": of these, kernels at work;
-        "gpu_driver": what the driver counted as use since the evaluation that ended before this one.
+        "all_events", "all_driver": what the GPU did in all since the evaluation that ended before this one,
+        by its own events and as the driver counts.
         """
         self._lease.renew()
         before = self._cell.usage.mine
         evaluation = super()._evaluate(candidate, builds, bars)
         if isinstance(evaluation.outcome, Failed) and evaluation.outcome.failure is Failure.TIMEOUT:
             evaluation = replace(evaluation, outcome=self._blamed(evaluation.outcome))
+        self._solve_ahead()
         spent = self._cell.usage.mine - before
-        seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s}
-        used_s = self._utilization.used_s
-        if used_s is not None:
-            seconds["gpu_driver"], self._told_driver_s = used_s - self._told_driver_s, used_s
+        seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s, **self._used_s()}
         return replace(evaluation, seconds=seconds)
+
+    def _solve_ahead(self) -> None:
+        """Begin what the first comparison would wait for, once the first candidate has all it needs."""
+        if self._settings.comparing and id(self._third_gate) not in self._pools:
+            self._second_gate.prepare(self._specs, "full", self._solvers.executor)
+            for gate in (self._second_gate, self._third_gate):
+                self._pools_of(gate)
+
+    def _used_s(self) -> dict[str, float]:
+        """By two clocks, since this was last asked."""
+        with self._telling:
+            now = {"all_events": self._cell.usage.total.busy_s}
+            if self._utilization.used_s is not None:
+                now["all_driver"] = self._utilization.used_s
+            told, self._told_s = self._told_s, now
+        return {name: seconds - told.get(name, 0.0) for name, seconds in now.items()}
 
     def _blamed(self, failed: Failed) -> Failed | Retry:
         """A candidate that took too long; not its fault when the baseline's answers are late right now."""
-        if self._canary is None or self._baseline is None:
+        if self._baseline is None:
             return failed
         turn = Round(self._gate, self.problem.targets, self._timing)
         try:
             found = self._timer(self._baseline, turn).canary(self._baseline)
         except BaselineFault as fault:
             return Retry(f"took too long, and the default kernel does not answer either: {fault}")
-        if found.waited_us <= LATE * self._canary.waited_us:
+        longest_s = found.longest_us / 1e6
+        if longest_s <= LATE * self._limits.call_timeout_s:
             return failed
-        late, usual = (us / 1e3 for us in (found.waited_us, self._canary.waited_us))
-        return Retry(f"took too long while the default kernel's answers took {late:.1f} ms, not {usual:.1f}")
+        return Retry(f"took too long while the default kernel's answer took {longest_s:.2g} s: overloaded")
 
     def _timed(
         self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
@@ -351,11 +371,10 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
     def _pools_of(self, gate: Gate) -> Pools:
         """Confirmations have pools of their own, which never chose a candidate, solved when first wanted."""
         with self._pools_change:
-            found = self._pools.get(id(gate))
-            if found is None:
-                processes = max(1, (os.cpu_count() or 2) // 2)
-                found = self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, processes)
-            return found
+            if id(gate) not in self._pools:
+                executor = self._solvers.executor
+                self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, executor)
+            return self._pools[id(gate)]
 
     def _naive_us(self, gate: Gate) -> dict[str, float]:
         """The numpy form's time on a pool, times the copies of it: on all heads it would take minutes."""

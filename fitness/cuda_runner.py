@@ -224,6 +224,17 @@ class CudaCell:
             found.append(origin.parent.parent if origin.name == "__init__.py" else origin.parent)
         return tuple(dict.fromkeys(found))
 
+    def keep_bytecode(self) -> None:
+        """Import the packages once where Python may store their bytecode, unless an installer did that.
+
+        A judge process may not write, and would compile all of torch each time.
+        """
+        missing = [name for name in self.packages if not _compiled(name)]
+        if missing:
+            command = [sys.executable, "-c", f"import {', '.join(missing)}"]
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, capture_output=True, timeout=_START_S, check=False)
+
     def launch(self, spec: Mapping[str, Any], fds: tuple[int, ...]) -> Child:
         """Start the script. Raises SandboxError, OSError."""
         paths = [str(path) for path in self.paths]
@@ -252,6 +263,15 @@ class CudaCell:
             limits=_limits(),
         )
         return self.sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _compiled(name: str) -> bool:
+    """Whether a package's own bytecode is stored; that of its modules is likely to be then."""
+    spec = importlib.util.find_spec(name)
+    origin = spec.origin if spec else None
+    if origin is None or not origin.endswith(".py"):
+        return True
+    return Path(importlib.util.cache_from_source(origin)).exists()
 
 
 def _filter() -> bytes | None:

@@ -84,8 +84,18 @@ def floor_us(bytes_moved: float, l2_bytes: int, copy_bytes_per_us: float) -> flo
     return max(0.0, bytes_moved - l2_bytes) / (_FASTEST * copy_bytes_per_us)
 
 
-def _solved(operator: DeviceOperator, workload: Workload, seed: int) -> Case:
-    return operator.solve(workload, seed)
+class Solvers:
+    """Processes that solve problems ahead."""
+
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.executor = ProcessPoolExecutor(processes, mp_context=context)
+
+    def close(self) -> None:
+        """End what is still being solved."""
+        for process in list((getattr(self.executor, "_processes", None) or {}).values()):
+            process.terminate()
+        self.executor.shutdown(cancel_futures=True)
 
 
 class Pools:
@@ -94,18 +104,15 @@ class Pools:
     Solving takes seconds to a minute each: all start at once, each in a process of its own.
     """
 
-    def __init__(self, operator: DeviceOperator, workloads: Sequence[Workload], processes: int) -> None:
+    def __init__(self, operator: DeviceOperator, workloads: Sequence[Workload], solvers: Executor) -> None:
         self._operator = operator
+        self._cases = CaseBook(operator)
         self._examples: dict[str, Spread] = {}
-        context = multiprocessing.get_context("spawn")
-        self._executor = ProcessPoolExecutor(max(1, min(processes, len(workloads))), mp_context=context)
-        self._solved: dict[str, Future[Case]] = {
-            w.name: self._executor.submit(_solved, operator, operator.pool(w), secrets.randbits(31))
-            for w in workloads
-        }
+        for workload in workloads:
+            self._cases.begin(operator.pool(workload), solvers)
 
     def pool(self, workload: Workload) -> Case:
-        return self._solved[workload.name].result()
+        return self._cases.solved(self._operator.pool(workload))
 
     def spread(self, workload: Workload, rng: np.random.Generator) -> Spread:
         """A fresh problem of a workload; waits for its pool the first time."""
@@ -116,12 +123,6 @@ class Pools:
         if workload.name not in self._examples:
             self._examples[workload.name] = self.spread(workload, np.random.default_rng(0))
         return self._examples[workload.name]
-
-    def close(self) -> None:
-        """End what is still being solved."""
-        for process in list((getattr(self._executor, "_processes", None) or {}).values()):
-            process.terminate()
-        self._executor.shutdown(cancel_futures=True)
 
 
 class Room:
@@ -344,7 +345,7 @@ class CudaTimer:
             with blaming_baseline():
                 for turn, size in enumerate(_sizes(self.plan.samples)):
                     side.sample(turn, _order(size, rng), _SHORTEST_SLEEP_US, _patience_s(baseline))
-        return Canary(median(side.graph_us), median(burst.waited_us for burst in side.bursts))
+        return Canary(median(side.graph_us), max(burst.waited_us for burst in side.bursts))
 
     def _bytes(self, session: Session[CudaProcess]) -> int:
         """What the problems of all workloads take on the GPU. Raises Fault."""
@@ -490,10 +491,10 @@ class CudaTimer:
 
 @dataclass(frozen=True)
 class Canary:
-    """How the baseline does at the moment: device time of a call, and what the parent waited for a burst."""
+    """How the baseline does now: device time of a call, and the longest wait of the parent for a burst."""
 
     us: float
-    waited_us: float
+    longest_us: float
 
 
 def _patience_s(session: Session[CudaProcess]) -> float:

@@ -15,6 +15,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -97,19 +98,33 @@ class CaseBook:
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
         self._solved: dict[str, Case] = {}
+        self._begun: dict[str, Future[Case]] = {}
         self._solving = threading.Lock()
+
+    def begin(self, workload: Workload, elsewhere: Executor) -> None:
+        """Have it solved in another process; `solved` waits for that."""
+        with self._solving:
+            if workload.name not in self._solved and workload.name not in self._begun:
+                seed = secrets.randbits(31)
+                self._begun[workload.name] = elsewhere.submit(_solve, self._operator, workload, seed)
 
     def solved(self, workload: Workload) -> Case:
         """The case whose variants `fresh` gives; costs a solution only the first time."""
         with self._solving:
             case = self._solved.get(workload.name)
             if case is None:
-                case = self._solved[workload.name] = self._operator.solve(workload, secrets.randbits(31))
+                begun = self._begun.pop(workload.name, None)
+                case = begun.result() if begun else self._operator.solve(workload, secrets.randbits(31))
+                self._solved[workload.name] = case
         return case
 
     def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:
         """A variant nobody has seen."""
         return self.solved(workload).fresh(rng)
+
+
+def _solve(operator: Operator, workload: Workload, seed: int) -> Case:
+    return operator.solve(workload, seed)
 
 
 @dataclass(frozen=True)
@@ -241,11 +256,19 @@ class Gate:
         self.operator = operator
         self.cases = CaseBook(operator)
 
-    def prepare(self, specs: Sequence[Specialization], level: Level) -> None:
-        """Solve the cases of a level now, such as while the first objects are being built."""
+    def prepare(
+        self, specs: Sequence[Specialization], level: Level, elsewhere: Executor | None = None
+    ) -> None:
+        """Solve the cases of a level now, such as while the first objects are being built.
+
+        In processes `elsewhere` without waiting for them, or else here.
+        """
         for spec in specs:
             for entry in self.operator.gate_cases(spec, level):
-                self.cases.solved(entry.workload)
+                if elsewhere is None:
+                    self.cases.solved(entry.workload)
+                else:
+                    self.cases.begin(entry.workload, elsewhere)
 
     def judge(
         self, session: Session[Any], specs: Sequence[Specialization], level: Level, *, explain: bool = False

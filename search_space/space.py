@@ -26,6 +26,7 @@ Cell = tuple[int, ...]
 # call of why_not this costs at most half a second. Larger grids are sampled by rejection.
 _LISTED_GRID = 100_000
 _REJECTION_TRIES = 200_000
+_SHARE_DRAWS = 4096
 
 
 def knob(default: Constant, *, choices: Sequence[Constant], doc: str) -> Any:
@@ -156,6 +157,14 @@ class Space:
     def legal_count(self) -> int | None:
         """How many configurations are legal; None for a grid too large to list."""
         return len(self._list()) if self.size <= _LISTED_GRID else None
+
+    def legal_share(self) -> float:
+        """Part of the grid that is legal: exact where it is listed, else of 4,096 draws, always the same."""
+        if self.size <= _LISTED_GRID:
+            return len(self._list()) / self.size
+        widths = [len(values) for values in self.choices]
+        drawn = np.random.default_rng(0).integers(widths, size=(_SHARE_DRAWS, len(widths))).tolist()
+        return sum(self.why_not(self.at(tuple(cell))) is None for cell in drawn) / _SHARE_DRAWS
 
     def to_vector(self, knobs: Any) -> npt.NDArray[np.float64]:
         """Ordinal coordinates in [0, 1], one per knob; for models that want numbers."""
