@@ -409,7 +409,8 @@ def _run(setup: "Setup", opening: Any, as_json: bool) -> None:
             opened.close()
     finally:
         judge.close()
-    state = report.status(loop.history, report.spent_usd(loop.history, setup.directory))
+    spent_usd = report.spent_usd(loop.history, setup.directory)
+    state = report.status(loop.history, spent_usd, legal_share=setup.space.legal_share())
     if as_json:
         print(json.dumps(state | {"end": end.value, "directory": str(setup.directory)}, indent=2))
     else:

@@ -19,6 +19,7 @@ from evotune.notes import champion, diff, headline
 from evotune.pareto import best_per_column, front
 from evotune.promotion import Title, resolved, spent, titles
 from evotune.records import to_json, verdict
+from evotune.throughput import line, throughput
 
 
 def spent_usd(history: History, directory: Path) -> float:
@@ -28,11 +29,15 @@ def spent_usd(history: History, directory: Path) -> float:
 
 
 def status(
-    history: History, cost_usd: float, resolutions: Mapping[str, float] | None = None
+    history: History,
+    cost_usd: float,
+    resolutions: Mapping[str, float] | None = None,
+    legal_share: float | None = None,
 ) -> dict[str, Any]:
     """State of a study: branches, best per objective, champions, front, failure classes, spend. JSON-ready.
 
     `resolutions` are this machine's by workload group: the least gain it can tell from none, as log-ratios.
+    `legal_share` is the legal part of the knobs' grid, see `Space.legal_share`.
     """
     judged = history.judged
     study = history.begun.config["study"]
@@ -57,6 +62,7 @@ def status(
             _champion(history, title, (resolutions or {}).get(title.group)) for title in titles(history)
         ],
         "seconds": _seconds(history),
+        "throughput": throughput(history, legal_share),
         "front": [candidate(history, entry) for entry in front(history.columns, judged)],
         "branches": [_branch(history, branch.id) for branch in history.branches],
     }
@@ -82,7 +88,7 @@ def _champion(history: History, title: Title, resolution: float | None) -> dict[
         "evidence": won.evidence if won else None,
         "level": won.level if won else None,
         "speedup": asdict(published) if published else None,
-        "resolution": resolution,
+        "resolution": resolution if resolution is not None and math.isfinite(resolution) else None,
         "resolved": resolved(published, resolution) if published else None,
     }
 
@@ -152,6 +158,8 @@ def status_view(state: Mapping[str, Any]) -> RenderableType:
     )
     parts: list[RenderableType] = [head, _best_table(state["best"]), _branches_table(state["branches"])]
     parts += [_champions_table(state["champions"]), Text(_seconds_line(state))]
+    rate = line(state["throughput"])
+    parts += [Text(rate[0].upper() + rate[1:])] if rate else []
     if state["front"]:
         parts.append(_front_table(state["front"]))
     else:
