@@ -24,7 +24,7 @@ from evotune.fitness.build import default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.judge import CompiledEvaluator, Confirmation
 from evotune.fitness.operator import Workload, specialization
-from evotune.fitness.outcome import Artifact, Failed, Retry
+from evotune.fitness.outcome import Artifact, Failed, Measurement, Retry
 from evotune.fitness.sequential import order_interval
 from evotune.history import Entry, History
 from evotune.manifest import (
@@ -47,6 +47,7 @@ from evotune.manifest import (
 )
 from evotune.pareto import front, ranked
 from evotune.plugins import TARGETS, load
+from evotune.promotion import titles
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 from evotune.setup import Setup
@@ -147,24 +148,40 @@ def target_of(setup: Setup) -> Target:
 
 
 def choose(history: History, limit: int) -> list[Chosen]:
-    """The front, best ranked first, and whatever else is fastest on some workload. Raises StudyError."""
+    """The front, best ranked first, and whatever else is fastest on some workload: the champion of its group,
+    where one won its title, else the best screened. Raises StudyError."""
     passed = [entry for entry in history.judged if entry.passed]
     if not passed:
         failures = ", ".join(f"{n} {name}" for name, n in history.failures().most_common()) or "none judged"
         raise StudyError(f"no candidate passed the gate ({failures}), so there is nothing to export")
     best = {e.asked.index: e for e in ranked(history, front(history.columns, passed))[:limit]}
     fastest: dict[int, list[str]] = {}
-    for workload, entry in _fastest(passed).items():
+    for workload, entry in (_fastest(passed) | _champions(history)).items():
         fastest.setdefault(entry.asked.index, []).append(workload)
     entries = best | {entry.asked.index: entry for entry in passed if entry.asked.index in fastest}
     return [Chosen(entry, i in best, tuple(fastest.get(i, ()))) for i, entry in entries.items()]
+
+
+def _champions(history: History) -> dict[str, Entry]:
+    """By workload, where a promotion test found one."""
+    return {
+        m.workload: history.entries[title.champion]
+        for title in titles(history)
+        if title.won is not None
+        for m in _measurements(history.entries[title.champion])
+        if m.group == title.group
+    }
+
+
+def _measurements(entry: Entry) -> Sequence[Measurement]:
+    return entry.passed.measurements if entry.passed else ()
 
 
 def _fastest(passed: Sequence[Entry]) -> dict[str, Entry]:
     """By workload, by the ratio to the default timed in the same block: times of two hours do not compare."""
     best: dict[str, tuple[float, Entry]] = {}
     for entry in passed:
-        for m in entry.passed.measurements if entry.passed else ():
+        for m in _measurements(entry):
             if m.workload not in best or m.speedup > best[m.workload][0]:
                 best[m.workload] = (m.speedup, entry)
     return {workload: entry for workload, (_, entry) in best.items()}

@@ -20,6 +20,7 @@ from evotune.fitness import cute_toolchain, device
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, CompileError
+from evotune.opening import begin
 from evotune.search_space.space import Space
 from evotune.search_space.template import Language, Specialization, Unit
 from evotune.search_space.templates.kda_sm90 import TEMPLATE, KdaSm90Knobs
@@ -164,6 +165,15 @@ class TestRun:
         dryrun.run(setup, 6)
         dryrun.run(setup, 4)
         assert len(study_in(setup).trials) == 4
+
+    def test_a_study_begun_in_its_directory_leaves_it_there(self, tmp_path: Path, fake: None) -> None:
+        setup = setup_of(tmp_path)
+        dryrun.run(setup, 3)
+        opened = begin(setup)
+        opened.close()
+        names = optuna.get_all_study_names(storage_at(setup.directory, ""))
+        assert sorted(names) == ["toy", "toy-dry-run"]
+        assert len(study_in(setup).trials) == 3
 
     def test_somebody_elses_study_is_left_alone(self, tmp_path: Path, fake: None) -> None:
         setup = setup_of(tmp_path)

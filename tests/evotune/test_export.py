@@ -18,13 +18,14 @@ from evotune.export import Job, choose, export, median_interval
 from evotune.fitness.objectives import Evidence, values
 from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Retry, Stage
 from evotune.history import Entry, History
-from evotune.records import Asked, BranchAdded, Judged, StudyBegun
+from evotune.records import Asked, BranchAdded, Contest, Judged, StudyBegun
 from evotune.reference_kda.case import solve
 from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
 from evotune.setup import Setup, resolve
 from evotune.verify import verify
 from tests.evotune import exports
 
+pytestmark = pytest.mark.usefixtures("solved_once")
 TABLES: dict[str, Any] = {
     "study": {"name": "<b>small", "template": "kda_host"},
     "timing": {"samples": 3, "empty_calls": 4},
@@ -149,6 +150,18 @@ def test_the_front_is_limited_and_the_fastest_are_always_there(setup: Setup) -> 
     assert none[2].fastest_on == ("packs",)
     assert none[0].id == "b00-0000"
     assert not none[0].front
+
+
+def test_a_champion_is_fastest_on_its_group(setup: Setup) -> None:
+    """Screening says candidate 2, the promotion test said 1; nobody was tested on the other group."""
+    speeds = ((100, 100), (60, 45), (50, 40))
+    past = history(
+        setup, *(("b00", KdaHostKnobs(key_unroll=2**i), passed(setup, s)) for i, s in enumerate(speeds))
+    )
+    won = Contest(0, "long", 1, 0, 0.05, 40.0, True, (), None, "", 1.0, 1.0)
+    past = dataclasses.replace(past, contests=(won,))
+    fastest = {workload: kernel.number for kernel in choose(past, 0) for workload in kernel.fastest_on}
+    assert fastest == {"one": 1, "packs": 2}
 
 
 def test_an_empty_front_says_what_failed(setup: Setup, tmp_path: Path) -> None:
