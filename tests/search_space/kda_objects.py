@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +39,60 @@ CONTRACTS = ("production", "plain")
 MAIN = (128, 128)
 DIMS = {f"{K}x{V}": (K, V) for K, V in (MAIN, (64, 64), (64, 128), (128, 64))}
 
+
+@dataclass(frozen=True)
+class Planted:
+    """A race to be planted in a template's text.
+
+    Attributes:
+        edits: (text that stands there once, what takes its place).
+        knobs: where it shows, beside the default's.
+    """
+
+    template: str
+    edits: tuple[tuple[str, str], ...]
+    knobs: Mapping[str, Constant]
+
+
 _STEP = "            O, U = self.step(S, base, "
-# Mistakes planted in a copy of a template's text: name → (text, what takes its place).
-PLANTED: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "slots are never awaited": (
+_WRITE = "            self.write(rows, base, chunk, O, w, lane)\n"
+_FULL = "                cute.arch.mbarrier_wait(full + slot, phase)\n            else:\n"
+_FREE = "                    cute.arch.mbarrier_arrive(free + last)\n"
+_FETCHED = "            logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, tx)\n"
+PLANTED: Mapping[str, Planted] = {
+    "a slot is freed before it is read": Planted(
+        CHUNKED,
         (
-            "                cute.arch.mbarrier_wait(free + slot, phase)\n",
-            "                pass\n",
+            (
+                _STEP,
+                "            if lane == 0:\n                cute.arch.mbarrier_arrive(free + slot)\n" + _STEP,
+            ),
+            (_FREE, "                    pass\n"),
         ),
+        {"stages": 3},
     ),
-    "a slot is freed before it is read": (
+    "a slot is read before it is known to be full": Planted(
+        CHUNKED,
         (
-            _STEP,
-            "            if lane == 0:\n                cute.arch.mbarrier_arrive(free + slot)\n" + _STEP,
+            (_FULL, "                pass\n            else:\n"),
+            (_WRITE, _WRITE + "            cute.arch.mbarrier_wait(full + slot, phase)\n"),
         ),
-        (
-            "                if chunk > 0 and lane == 0:\n"
-            "                    cute.arch.mbarrier_arrive(free + last)\n",
-            "                pass\n",
-        ),
+        {"stages": 3},
     ),
-    "a full slot is not awaited": (
+    "warps do not wait for each other's copies": Planted(
+        CHUNKED,
         (
-            "                cute.arch.mbarrier_wait(full + slot, phase)\n            else:\n",
-            "                pass\n            else:\n",
+            (
+                _FULL + "                cute.arch.barrier()\n",
+                _FULL + "                cute.arch.sync_warp()\n",
+            ),
         ),
+        {"copy": "cp.async", "loader": "inline", "stages": 3},
+    ),
+    "tokens are used before they are prepared": Planted(
+        TOKEN,
+        ((_FETCHED + "            cute.arch.barrier()\n", _FETCHED),),
+        {},
     ),
 }
 
@@ -91,7 +121,7 @@ class Configuration:
     def unit(self) -> Unit:
         template = TEMPLATES[self.template]
         text = template.source
-        for old, new in PLANTED.get(self.planted, ()):
+        for old, new in PLANTED[self.planted].edits if self.planted else ():
             if text.count(old) != 1:
                 raise ValueError(
                     f"{self.planted}: the text to change stands {text.count(old)} times in {self.template}"
@@ -147,11 +177,12 @@ def _sampled(
     return tuple(configuration(row) for row in found.rows)
 
 
-def controls() -> tuple[Configuration, ...]:
+def control(planted: str) -> tuple[Configuration, Configuration]:
     """An object that is right, and the same with a race planted in it, which the tests must find."""
-    spec = spec_of(MAIN, "production")
-    knobs = replace(TEMPLATES[CHUNKED].default(spec), stages=3)
-    return tuple(Configuration(CHUNKED, knobs, spec, name) for name in ("", *PLANTED))
+    spec, race = spec_of(MAIN, "production"), PLANTED[planted]
+    knobs = replace(TEMPLATES[race.template].default(spec), **race.knobs)
+    right, wrong = (Configuration(race.template, knobs, spec, name) for name in ("", planted))
+    return right, wrong
 
 
 def sanitized() -> tuple[Configuration, ...]:
@@ -242,7 +273,9 @@ def compile_into(folder: Path, configurations: Iterable[Configuration]) -> None:
 
 
 def everything() -> tuple[Configuration, ...]:
-    return tuple(dict.fromkeys((*sample(CHUNKED), *sample(TOKEN), *controls(), *sanitized())))
+    return tuple(
+        dict.fromkeys((*sample(CHUNKED), *sample(TOKEN), *sanitized(), *chain(*map(control, PLANTED))))
+    )
 
 
 def folder_given() -> Path | None:

@@ -17,7 +17,7 @@ from evotune.search_space.template import Specialization
 from tests.search_space.covering import covering, pairs_of
 from tests.search_space.kda_calls import Arguments, call
 from tests.search_space.kda_families import EDITS, cases, cases_of_float32
-from tests.search_space.kda_objects import CHUNKED, MAIN, TEMPLATES, controls, sample, spec_of
+from tests.search_space.kda_objects import CHUNKED, MAIN, TEMPLATES, everything, sample, spec_of
 from tests.search_space.kda_table import Entry, Finding, Table
 from tests.search_space.kda_uses import NAMES, Judged, Use, Uses
 from tests.search_space.kda_width import disagreement
@@ -318,7 +318,7 @@ def test_the_sample_is_legal_and_has_every_value_of_every_knob() -> None:
         at_main = {getattr(c.knobs, name) for c in chosen if c.dims == MAIN}
         assert at_main == set(field.metadata["choices"]), name
     assert {c.dims for c in chosen} == {(128, 128), (64, 64), (64, 128), (128, 64)}
-    assert len({c.file for c in (*chosen, *controls())}) == len(chosen) + len(controls())
+    assert len({c.file for c in everything()}) == len(everything())
 
 
 def test_the_table_has_a_line_for_each_family(tmp_path: Any) -> None:
