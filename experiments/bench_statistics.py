@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 import evotune  # noqa: F401  (finds the packages in a checkout)
 from evotune.fitness.outcome import Measurement, Passed
 from evotune.fitness.racing import NO_BARS, Bars, Racing
-from evotune.fitness.sequential import Estimate, Race, estimate
+from evotune.fitness.sequential import BLOCK_PAIRS, Estimate, Race, estimate
 from evotune.fitness.timing import TimingPlan, candidate_first
 from evotune.history import Entry, History
 from evotune.promotion import BASELINE, Match, PromotionPlan, bars, log_ratio, log_ratios, matches, titles
@@ -202,7 +202,7 @@ def study(speeds: Sequence[float], clock: Clock) -> Study:
 def contest(match: Match, speeds: Sequence[float], clock: Clock) -> Contest:
     test, blocks = match.test(PLAN), []
     while not test.over:
-        block = (clock.measure(2, speeds[match.challenger], speeds[match.champion]),)
+        block = (clock.measure(BLOCK_PAIRS, speeds[match.challenger], speeds[match.champion]),)
         blocks.append(block)
         test.update(log_ratio(block))
     return Contest(
@@ -222,13 +222,15 @@ def contest(match: Match, speeds: Sequence[float], clock: Clock) -> Contest:
 
 
 def confirmation(speed: float, clock: Clock) -> tuple[tuple[Measurement, ...], ...]:
-    return tuple((clock.measure(2, speed),) for _ in range(PLAN.confirmation_blocks))
+    return tuple((clock.measure(BLOCK_PAIRS, speed),) for _ in range(PLAN.confirmation_blocks))
 
 
 def studies(noise: Noise, count: int, gain: float, seed: int) -> Iterator[Study]:
     """Studies in which all candidates equal the default, but one, for a gain other than 0."""
     rng = np.random.default_rng(seed)
-    calls = 2 * CANDIDATES * PAIRS + 4 * (ROUNDS * CONTESTS * PLAN.most_blocks + 2 * PLAN.confirmation_blocks)
+    calls = 2 * CANDIDATES * PAIRS + 2 * BLOCK_PAIRS * (
+        ROUNDS * CONTESTS * PLAN.most_blocks + 2 * PLAN.confirmation_blocks
+    )
     for start in range(0, count, 50):
         for series in noise.draw(rng, min(50, count - start), calls):
             speeds = [0.0] * CANDIDATES

@@ -36,8 +36,7 @@ class Comparison:
     """A challenger that passed the full gate, timed in blocks against an incumbent instead of the default.
 
     Attributes:
-        blocks: in order; `baseline_samples_us` are the incumbent's. Every block is one ABBA or BAAB of calls
-            per workload.
+        blocks: in order, as `sequential` has them; `baseline_samples_us` are the incumbent's.
         worst_error: of the challenger, over its bound, gate and timed calls together.
     """
 

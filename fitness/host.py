@@ -80,5 +80,6 @@ class HostEvaluator(CompiledEvaluator[Runner]):
             turn.plan,
             self._builder.quiet,
             self._racing,
+            turn.waits,
         )
         return timer.time(session, baseline, turn.bars)

@@ -28,7 +28,8 @@ from evotune.fitness.operator import Level, Operator, Parameter, Workload, speci
 from evotune.fitness.outcome import Artifact, Failed, Outcome, Passed, Retry
 from evotune.fitness.racing import NO_BARS, Bars, Racing
 from evotune.fitness.runner import Loadable, kinds
-from evotune.fitness.timing import BaselineFault, Target, Timed, TimingPlan
+from evotune.fitness.sequential import BLOCK_PAIRS
+from evotune.fitness.timing import AllWaits, BaselineFault, Target, Timed, TimingPlan
 from evotune.search_space.branch import Branch, Candidate
 from evotune.search_space.template import Specialization, Template
 
@@ -90,12 +91,14 @@ class Round:
         gate: whose solved problems are timed on, so that others' cannot have been learned from.
         targets: the workloads.
         bars: where a candidate's timing may end early.
+        waits: of these two kernels, over all that is timed in this round.
     """
 
     gate: Gate
     targets: Sequence[Target]
     plan: TimingPlan
     bars: Bars = field(default_factory=dict)
+    waits: AllWaits = field(default_factory=dict)
 
 
 class _Stop(Exception):
@@ -203,8 +206,9 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 if report.failed is not None:
                     raise _Stop(report.failed)
                 timed, naive_us = [], []
+                turn = Round(gate, self.problem.targets, self._timing)
                 for _ in range(blocks):
-                    timed.append(self._time(session, Round(gate, self.problem.targets, self._timing)))
+                    timed.append(self._time(session, turn))
                     naive_us.append(self._naive_us(gate))
             return Confirmation(artifacts, report, tuple(timed), tuple(naive_us))
 
@@ -223,8 +227,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         builds, theirs = self._start_builds(challenger), self._start_builds(incumbent)
         targets = [target for target in self.problem.targets if target.workload.group == group]
         gate = self._second_gate if purpose == "promotion" else self._third_gate
-        # Two pairs, the smallest block with a coin of its own; see `sequential`.
-        turn = Round(gate, targets, replace(self._timing, samples=2))
+        turn = Round(gate, targets, replace(self._timing, samples=BLOCK_PAIRS))
 
         def work() -> Comparison | Fallen:
             with closing(self._session(collected(builds))) as session:

@@ -12,15 +12,17 @@ these were 7 to 24 times as fast as their honest twins when one process served a
 The outputs of every timed call are compared with the truth: what was timed is what was right.
 
 A runner's clock is its own. The parent waits for every answer, so no time can be longer than it waited
-(`Runner.call`). Nor can the median of the reported times be much shorter than the *shortest* wait, what the
-baseline's shortest answer takes beyond its own time allowed for: noise only lengthens a wait. What is missing
-is added to each of the candidate's times, so that a forged clock gains nothing. Where it is more than
-`clock_slack_us` + `clock_slack` x the reported time in two blocks of two, the candidate is FORGED; so is a
-time below the operator's physical floor.
+(`Runner.call`). Nor can any be shorter than the *shortest* wait, less what the baseline's shortest answer
+takes beyond its own time: noise only lengthens a wait. Times below that are raised to it, so that a forged
+clock gains nothing; the more calls there were, the surer both are, so that they are kept over all blocks of a
+comparison (`Waits`). Where the median of the reported times is shorter by more than `clock_slack_us` +
+`clock_slack` x itself in two blocks of two, the candidate is FORGED; so is a time below the operator's
+physical floor.
 """
 
+import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -139,11 +141,43 @@ class _Problems:
 
 
 @dataclass
+class Waits:
+    """The shortest waits for two kernels on one workload, over all their calls so far.
+
+    From the eight calls of a single block an honest kernel's least time came out 2 % too long on a busy
+    machine; from those of twenty blocks it does not.
+
+    Attributes:
+        shortest_us: for an answer of the candidate.
+        passing_us: what the baseline's answers took beyond its own time.
+    """
+
+    shortest_us: float = math.inf
+    passing_us: float = math.inf
+
+    def take(self, mine: Iterable[_Sample], theirs: Iterable[_Sample]) -> None:
+        waits = (s.call.outside_ns / 1e3 for s in mine)
+        passing = ((s.call.outside_ns - s.call.inside_ns) / 1e3 for s in theirs)
+        self.shortest_us = min(self.shortest_us, *waits)
+        self.passing_us = min(self.passing_us, *passing)
+
+    @property
+    def least_us(self) -> float:
+        """No call of the candidate took less."""
+        return self.shortest_us - self.passing_us
+
+
+AllWaits = dict[str, Waits]
+"""By workload name."""
+
+
+@dataclass
 class _Block:
     """The timed calls of one workload."""
 
     problems: _Problems
     heat: Heat
+    waits: Waits
     mine: dict[int, _Sample] = field(default_factory=dict)
     theirs: dict[int, _Sample] = field(default_factory=dict)
 
@@ -169,13 +203,14 @@ class _Block:
                 self.mine[number] = self.problems.once(candidate, number, timeout_s)
             pair = self.theirs[number], self.mine[number]
             if self.heat.pair(*(sample.call.inside_ns / 1e3 for sample in pair)):
-                return
+                break
+        self.waits.take(self.mine.values(), self.theirs.values())
 
     @property
     def samples_us(self) -> tuple[float, ...]:
-        """The candidate's times, each with what the parent's clock finds missing."""
-        missing_us = max(0.0, self.missing_us)
-        return tuple(self.mine[n].call.inside_ns / 1e3 + missing_us for n in range(len(self.mine)))
+        """The candidate's times, none shorter than the parent's clock allows."""
+        least_us = self.waits.least_us
+        return tuple(max(self.mine[n].call.inside_ns / 1e3, least_us) for n in range(len(self.mine)))
 
     @property
     def measurement(self) -> Measurement:
@@ -183,20 +218,10 @@ class _Block:
         theirs = tuple(self.theirs[n].call.inside_ns / 1e3 for n in range(len(self.theirs)))
         return Measurement(workload.name, workload.group, self.samples_us, theirs)
 
-    @property
-    def missing_us(self) -> float:
-        """By how much the shortest wait exceeds what the candidate's times explain; negative: all is well."""
-        passing_us = min(s.call.outside_ns - s.call.inside_ns for s in self.theirs.values()) / 1e3
-        waited_us = min(s.call.outside_ns for s in self.mine.values()) / 1e3
-        return waited_us - passing_us - self._reported_us
-
     def hidden_us(self, plan: TimingPlan) -> float:
-        """What is missing beyond the slack."""
-        return self.missing_us - plan.clock_slack * self._reported_us - plan.clock_slack_us
-
-    @property
-    def _reported_us(self) -> float:
-        return median(s.call.inside_ns for s in self.mine.values()) / 1e3
+        """What the reported times leave out beyond the slack; negative: all is well."""
+        reported_us = median(s.call.inside_ns for s in self.mine.values()) / 1e3
+        return self.waits.least_us - (1 + plan.clock_slack) * reported_us - plan.clock_slack_us
 
     def judge(self) -> tuple[float, Failed | None]:
         """Look at all outputs: (largest error over bound, failure)."""
@@ -215,7 +240,8 @@ class _Block:
 class Timer:
     """Times candidates against a baseline session that stays alive between them.
 
-    `quiet` pauses what else runs on the machine on our behalf.
+    `quiet` pauses what else runs on the machine on our behalf. `waits` are of the same two kernels' calls
+    before, and take in these.
     """
 
     operator: Operator
@@ -224,6 +250,7 @@ class Timer:
     plan: TimingPlan
     quiet: Quiet
     racing: Racing = field(default_factory=Racing)
+    waits: AllWaits = field(default_factory=dict)
 
     def time(
         self, candidate: Session[Runner], baseline: Session[Runner], bars: Bars = NO_BARS
@@ -257,7 +284,8 @@ class Timer:
         with self.quiet():
             for posed in problems:
                 heat = self.racing.heat(posed.target.workload.name, self.plan.samples, bars)
-                blocks.append(_Block(posed, heat))
+                waits = self.waits.setdefault(posed.target.workload.name, Waits())
+                blocks.append(_Block(posed, heat, waits))
                 blocks[-1].run(candidate, baseline, self.plan, rng)
             host_call_us = self._host_call_us(candidate)
         return blocks, host_call_us

@@ -9,8 +9,18 @@ import pytest
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.racing import Racing
-from evotune.fitness.runner import Runner
-from evotune.fitness.timing import BaselineFault, Target, Timed, Timer, TimingPlan
+from evotune.fitness.runner import Call, Runner
+from evotune.fitness.timing import (
+    BaselineFault,
+    Target,
+    Timed,
+    Timer,
+    TimingPlan,
+    Waits,
+    _Block,
+    _Problems,
+    _Sample,
+)
 from tests.fitness.compiled import WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsOperator, RmsWorkload
 
@@ -231,6 +241,28 @@ def test_a_clock_that_leaves_out_a_little_gains_nothing(
         timed = timer().time(candidate, baseline)
     assert isinstance(timed, Timed)
     assert all(measurement.speedup < 0.5 for measurement in timed.measurements)
+
+
+def sample(inside_us: float, outside_us: float) -> _Sample:
+    return _Sample(Call(round(1e3 * inside_us), round(1e3 * outside_us)), {}, None)
+
+
+def test_shortest_waits_are_kept_from_block_to_block() -> None:
+    waits = Waits()
+    waits.take([sample(100, 190), sample(100, 230)], [sample(90, 130), sample(90, 120)])
+    assert waits.least_us == 190 - 30
+    waits.take([sample(100, 140)], [sample(90, 150)])
+    assert waits.least_us == 140 - 30
+    waits.take([sample(100, 900)], [sample(90, 900)])
+    assert waits.least_us == 140 - 30
+
+
+def test_times_are_raised_to_what_the_parents_clock_allows_and_no_others() -> None:
+    block = _Block(_Problems(Target(WORKLOAD, 0), None, ()), Racing().heat("", 3), Waits())  # type: ignore[arg-type]
+    block.mine = dict(enumerate([sample(5, 150), sample(100, 140), sample(180, 220)]))
+    block.theirs = dict(enumerate([sample(90, 110), sample(90, 120), sample(90, 130)]))
+    block.waits.take(block.mine.values(), block.theirs.values())
+    assert block.samples_us == (120, 120, 180)
 
 
 def test_below_the_physical_floor_is_quarantined(bench: Bench) -> None:
