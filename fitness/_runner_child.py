@@ -87,24 +87,55 @@ class _Object:
 
 
 class ControlChanged(Exception):
-    """A call left the processor's rounding or its treatment of denormals other than it was."""
+    """A call left the processor's rounding, its treatment of denormals or a flag other than it was."""
+
+
+class _Flags:
+    """Reads x86-64's flags that outlive an instruction: direction, nested task, alignment check.
+
+    By three instructions of its own, in a page that nobody can write to any more; always 0 where the system
+    gives no such page.
+    """
+
+    code, mask = b"\x9c\x58\xc3", 0x44400  # pushfq; pop rax; ret
+
+    def __init__(self) -> None:
+        self.read: Callable[[], int] = int
+        try:
+            self.page = mmap.mmap(-1, _PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        except OSError:
+            return
+        self.page[: len(self.code)] = self.code
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+        protect = ctypes.CDLL(None).mprotect
+        protect(ctypes.c_void_p(address), ctypes.c_size_t(_PAGE), mmap.PROT_READ | mmap.PROT_EXEC)
+        self.read = ctypes.CFUNCTYPE(ctypes.c_uint64)(address)
+
+    def __call__(self) -> int:
+        return self.read() & self.mask
 
 
 def control_reader() -> Callable[[], tuple[int, ...]]:
-    """Reads the floating-point control bits, without flags, from glibc's fenv_t; () where unknown."""
+    """Reads what a call must leave as it was: the floating-point control bits, without their status, from
+    glibc's fenv_t, and on x86-64 some of the flags; () where unknown."""
     fegetenv = ctypes.CDLL("libm.so.6").fegetenv
     environment = ctypes.create_string_buffer(64)
-
-    def x86_64() -> tuple[int, ...]:
-        fegetenv(environment)
-        x87, mxcsr = struct.unpack_from("<H26xI", environment)
-        return x87, mxcsr & 0xFFC0
 
     def aarch64() -> tuple[int, ...]:
         fegetenv(environment)
         return struct.unpack_from("<I", environment)
 
-    return {"x86_64": x86_64, "aarch64": aarch64}.get(os.uname().machine, tuple)
+    if os.uname().machine != "x86_64":
+        return {"aarch64": aarch64}.get(os.uname().machine, tuple)
+    flags = _Flags()
+
+    def x86_64() -> tuple[int, ...]:
+        now = flags()  # first: a string instruction of anybody's own would go the wrong way
+        fegetenv(environment)
+        x87, mxcsr = struct.unpack_from("<H26xI", environment)
+        return x87, mxcsr & 0xFFC0, now
+
+    return x86_64
 
 
 class _Stack:

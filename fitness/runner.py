@@ -220,7 +220,7 @@ class Runner(Worker):
 
     def _refusal(self, status: int, value: int) -> Fault:
         if status == child.CONTROL_CHANGED:
-            return Fault(Failure.WRONG, "left the processor's rounding or denormal mode changed")
+            return Fault(Failure.WRONG, "left the processor's rounding, denormal mode or flags changed")
         return super()._refusal(status, value)
 
     def renew(self) -> None:

@@ -22,6 +22,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR_OFFSET, _ARCH_OFFSET, _ARGS_OFFSET = 0, 4, 16
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _PROT_EXEC = 4
+_MADV_DONTNEED, _MADV_FREE = 4, 8
 _CLONE_NEW = 0x7E020000  # every CLONE_NEW* flag clone(2) takes
 _X32_BIT = 0x40000000
 
@@ -124,7 +125,7 @@ _KEEPS_ITS_GROUP = ("setsid", "setpgid")
 _SERVING = (
     *("read", "write", "readv", "writev", "lseek", "close", "poll", "ppoll", "exit", "exit_group"),
     *("futex", "sched_yield", "restart_syscall", "rt_sigreturn", "rt_sigprocmask", "getrandom"),
-    *("clock_gettime", "gettimeofday", "getcpu", "getpid", "gettid", "brk", "munmap", "mremap", "madvise"),
+    *("clock_gettime", "gettimeofday", "getcpu", "getpid", "gettid", "brk", "munmap", "mremap"),
 )
 
 
@@ -171,6 +172,15 @@ def _decide_by_bits(number: int, argument: int, bits: int, if_set: int, if_clear
     return _instruction(_EQUAL, number, 0, len(body) // 8) + body
 
 
+def _decide_by_value(number: int, argument: int, values: Iterable[int], otherwise: int) -> bytes:
+    """Allow a call where the low 32 bits of an argument are one of the values."""
+    body = _instruction(_LOAD, _ARGS_OFFSET + 8 * argument)
+    for value in values:
+        body += _decide(value, _ALLOW)
+    body += _instruction(_RETURN, otherwise)
+    return _instruction(_EQUAL, number, 0, len(body) // 8) + body
+
+
 def build_filter(machine: str | None = None, *, keep_group: bool = False, sockets: bool = False) -> bytes:
     """For compilers: forbidden calls answer EPERM, so a program that tries one degrades instead of dying.
 
@@ -195,8 +205,9 @@ def build_filter(machine: str | None = None, *, keep_group: bool = False, socket
 def judge_filter(machine: str | None = None) -> bytes:
     """For the process that calls a candidate, put on once its object is loaded: pipes, memory, time, exit.
 
-    Memory may be mapped or re-protected but never executable. Anything else kills the whole process (SIGSYS):
-    opening a file, starting a thread, sending a signal.
+    Memory may be mapped or re-protected but never executable, and given back, as malloc does, but not made
+    huge, kept from a fork or taken out of the arena. Anything else kills the whole process (SIGSYS): opening
+    a file, starting a thread, sending a signal.
     """
     numbers = _Numbers(machine or platform.machine())
     program = _prologue(numbers.machine, _KILL_PROCESS)
@@ -204,4 +215,6 @@ def judge_filter(machine: str | None = None) -> bytes:
         program += _decide(number, _ALLOW)
     for number in numbers.of(["mmap", "mprotect"]):
         program += _decide_by_bits(number, 2, _PROT_EXEC, _KILL_PROCESS, _ALLOW)
+    for number in numbers.of(["madvise"]):
+        program += _decide_by_value(number, 2, (_MADV_DONTNEED, _MADV_FREE), _KILL_PROCESS)
     return program + _instruction(_RETURN, _KILL_PROCESS)

@@ -34,6 +34,7 @@ for _ in range(2):
     byte = os.read(0, 1)
     start = time.perf_counter_ns()
     data = bytearray(50 << 20); data += bytes(1 << 20); del data
+    assert libc.madvise(ctypes.c_void_p(page(None, 4096, 3, 0x22, -1, 0)), 4096, 4) == 0
     assert time.perf_counter_ns() > start
     os.write(1, byte)
 os._exit(7)
@@ -53,6 +54,8 @@ os._exit(7)
         "os.execv('/bin/true', ['true'])",
         "page(None, 4096, 7, 0x22, -1, 0)",
         "libc.mprotect(page(None, 4096, 3, 0x22, -1, 0), 4096, 5)",
+        "libc.madvise(page(None, 1 << 21, 3, 0x21, -1, 0), 1 << 21, 14)",  # MADV_HUGEPAGE
+        "libc.madvise(page(None, 4096, 3, 0x21, -1, 0), 4096, 9)",  # MADV_REMOVE
         "libc.ptrace(0, 0, 0, 0)",
         "libc.syscall(0x40000000 + 39)",
     ],
