@@ -274,10 +274,8 @@ def _expected_s(history: History) -> float:
 
 
 def _candidate_s(history: History) -> float:
-    """What a candidate takes of the judge's time, on average."""
-    judged = [entry.judged for entry in history.judged if entry.judged]
-    seconds = [judgement.seconds.get(phase, 0.0) for judgement in judged for phase in ("gate", "time")]
-    return sum(seconds) / len(judged) if judged else 0.0
+    """What a candidate takes of the running time, on average; several may be judged at once."""
+    return (history.elapsed_s - spent(history)) / max(len(history.judged), 1)
 
 
 def _untested(history: History, group: str) -> bool:

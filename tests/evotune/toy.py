@@ -187,7 +187,6 @@ class ToyDevice:
         fates: Mapping[int, Fallen | Failed | Retry | Exception] | None = None,
         *,
         noise: float = 0.01,
-        gate_s: float = 0.2,
     ) -> None:
         self._setup = setup
         self._troubles = dict(troubles or {})
@@ -198,7 +197,6 @@ class ToyDevice:
         self.bars: list[Bars] = []
         self.compared: list[tuple[str, str]] = []
         self._noise = noise
-        self._gate_s = gate_s
         self.closed = threading.Event()
 
     def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
@@ -211,9 +209,7 @@ class ToyDevice:
         time.sleep(self._delay_s)
         if isinstance(trouble, Exception):
             raise trouble
-        return Evaluation(
-            trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": self._gate_s}
-        )
+        return Evaluation(trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": 0.2})
 
     def compare(
         self,
