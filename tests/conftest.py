@@ -1,8 +1,10 @@
-"""Markers and flags of the whole suite."""
+"""Markers and flags of the whole suite, and what its modules share."""
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +27,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "slow" in item.keywords and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="full form: run with --full"))
+
+
+_SOLVED: dict[object, Any] = {}
+
+
+@pytest.fixture(scope="module")
+def solved_once() -> Iterator[None]:
+    """KDA's gate cases solved once for all modules that use this: those of a full gate take 4 s at K = V = 64.
+
+    A judge still draws a fresh variant for every call; only the solution behind it is an earlier judge's.
+    """
+    from evotune.reference_kda.operator import KdaOperator
+
+    solve = KdaOperator.solve
+
+    def once(self: KdaOperator, workload: Any, seed: int) -> Any:
+        if workload not in _SOLVED:
+            _SOLVED[workload] = solve(self, workload, seed)
+        return _SOLVED[workload]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KdaOperator, "solve", once)
+        yield

@@ -17,6 +17,7 @@ from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
 from evotune.setup import Setup, resolve
 from tests.evotune import exports
 
+pytestmark = pytest.mark.usefixtures("solved_once")
 TABLES: dict[str, Any] = {
     "study": {"name": "small", "template": "kda_host"},
     "workload": [{"name": "one", "length": 33, "K": 64, "V": 64}],

@@ -21,6 +21,7 @@ from evotune.workbench import Workbench
 from tests.evotune import exports
 from tests.search_space.host_kernel import spec
 
+pytestmark = pytest.mark.usefixtures("solved_once")
 PLAIN = spec(64, 64)
 WRONG = TEMPLATE.source.replace("acc[j][n] += row * q[k + j];", "acc[j][n] += row * q[k + j] * 1.01f;")
 

@@ -25,6 +25,7 @@ from evotune.setup import evaluator, mutators
 from evotune.study import StudyRun
 from tests.evotune.toy import setup_of
 
+pytestmark = pytest.mark.usefixtures("solved_once")
 ANSWERS = Path(__file__).parent / "kda_answers"
 # The clock's slack is wide because machines that run tests are busy; hostile clocks have tests of their own.
 STUDY = """
