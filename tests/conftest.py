@@ -34,7 +34,7 @@ _SOLVED: dict[object, Any] = {}
 
 @pytest.fixture(scope="module")
 def solved_once() -> Iterator[None]:
-    """KDA's gate cases solved once for all modules that use this: those of a full gate take 4 s at K = V = 64.
+    """KDA's gate cases solved once for all modules that use this: a full gate's take 4 s at K = V = 64.
 
     A judge still draws a fresh variant for every call; only the solution behind it is an earlier judge's.
     """
