@@ -63,7 +63,7 @@ def measured(group: str, speedups: Sequence[float]) -> Measurement:
 def history(
     candidates: Sequence[Sequence[Measurement]], *held: Contest | Confirmation, seconds: float = 1.0
 ) -> History:
-    """A study in which each candidate was measured so and took so long, the default first; `held` at its end."""
+    """A study whose candidates, the default first, were measured so and took so long; `held` at its end."""
     records: list[Record] = [
         StudyBegun({}, "", (Column("speedup:long", "x", maximize=True),), {}),
         BranchAdded(-1, "b00", "source", None, "seed", ""),
