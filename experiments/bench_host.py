@@ -3,6 +3,7 @@
     python experiments/bench_host.py sweep OUT.csv              1,000 random legal configurations, timed
     python experiments/bench_host.py compare STUDY_DIR SWEEP.csv  a study's best against the sweep's best
     python experiments/bench_host.py search SWEEP.csv           the sampler against random search, replayed
+    python experiments/bench_host.py objects                    different objects of 1,000 random configurations
     python experiments/bench_host.py overheads                  start-up, decisions, builds, the screen gate
 
 Run it on a quiet machine, with evotune installed or PYTHONPATH=. from a checkout. Ratios come from kernels
@@ -19,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,10 @@ import numpy as np
 from evotune import config, devices, setup
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.host import Confirmation, HostEvaluator
+from evotune.fitness.host_toolchain import HostToolchain
 from evotune.fitness.outcome import Failed, Failure, Outcome, Passed, Stage, Value
+from evotune.fitness.sandbox import Limits, Sandbox
+from evotune.fitness.toolchain import Compiled
 from evotune.history import fold
 from evotune.journal import read
 from evotune.pareto import best_per_column
@@ -56,13 +61,45 @@ def seed_candidate(problem: HostEvaluator, knobs: Any) -> Candidate:
     return Candidate(problem.problem.seed, knobs)
 
 
+def different_cells(space: Space, count: int, seed: int) -> list[tuple[int, ...]]:
+    """The default's cell and random legal ones, no two alike."""
+    rng = np.random.default_rng(seed)
+    cells = [space.cell(space.default())]
+    while len(cells) < count:
+        cells = list(dict.fromkeys([*cells, *space.sample_cells(rng, count - len(cells))]))
+    return cells
+
+
+def objects(count: int, seed: int) -> None:
+    """Compile different legal configurations and count the different objects; tell those that are alike."""
+    study = quickstart()
+    (spec,) = study.specializations
+    sandbox = Sandbox.detect()
+    toolchain = HostToolchain(sandbox)
+
+    def compiled(cell: tuple[int, ...]) -> bytes:
+        unit = study.template.unit(study.template.source, study.space.at(cell), spec)
+        with sandbox.scratch() as scratch:
+            found = toolchain.compile(unit, scratch, sandbox, Limits())
+        if not isinstance(found, Compiled):
+            sys.exit(f"{study.space.at(cell)} does not compile: {found.failed.detail}")
+        return found.object
+
+    alike = defaultdict(list)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        cells = different_cells(study.space, count, seed)
+        for cell, code in zip(cells, pool.map(compiled, cells), strict=True):
+            alike[code].append(study.space.encode(study.space.at(cell)))
+    print(f"{len(alike)} different objects of {count} different configurations")
+    for first, *others in alike.values():
+        for other in others:
+            print({name: (value, other[name]) for name, value in first.items() if value != other[name]})
+
+
 def sweep(out: Path, count: int, seed: int) -> None:
     """Time `count` different random legal configurations, the default first."""
     study = quickstart()
-    rng = np.random.default_rng(seed)
-    cells = [study.space.cell(study.space.default())]
-    while len(cells) < count + 1:
-        cells = list(dict.fromkeys([*cells, *study.space.sample_cells(rng, count + 1 - len(cells))]))
+    cells = different_cells(study.space, count + 1, seed)
     columns = [column.name for column in study.columns]
     with out.open("w", newline="") as file, closing(devices.host(study)) as evaluator:
         writer = csv.writer(file)
@@ -260,6 +297,9 @@ def main() -> None:
     command.add_argument("sweep", type=Path)
     command.add_argument("--evaluations", type=int, default=60)
     command.add_argument("--seeds", type=int, default=10)
+    command = commands.add_parser("objects")
+    command.add_argument("--count", type=int, default=1000)
+    command.add_argument("--seed", type=int, default=1)
     commands.add_parser("overheads")
     given = parser.parse_args()
     match given.command:
@@ -269,6 +309,8 @@ def main() -> None:
             compare(given.study, given.sweep, given.blocks)
         case "search":
             search(given.sweep, given.evaluations, given.seeds)
+        case "objects":
+            objects(given.count, given.seed)
         case "overheads":
             overheads()
 
