@@ -3,7 +3,7 @@
     python experiments/bench_host.py sweep OUT.csv              1,000 random legal configurations, timed
     python experiments/bench_host.py compare STUDY_DIR SWEEP.csv  a study's best against the sweep's best
     python experiments/bench_host.py search SWEEP.csv           the sampler against random search, replayed
-    python experiments/bench_host.py objects                    different objects of 1,000 random configurations
+    python experiments/bench_host.py objects                    different objects of 1,000 configurations
     python experiments/bench_host.py overheads                  start-up, decisions, builds, the screen gate
 
 Run it on a quiet machine, with evotune installed or PYTHONPATH=. from a checkout. Ratios come from kernels
