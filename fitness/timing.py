@@ -14,7 +14,7 @@ The outputs of every timed call are compared with the truth: what was timed is w
 A runner's clock is its own. The parent waits for every answer, so no time can be longer than it waited
 (`Runner.call`). Nor can any be shorter than the *shortest* wait, less what the baseline's shortest answer
 takes beyond its own time: noise only lengthens a wait. Times below that are raised to it, so that a forged
-clock gains nothing; the more calls there were, the surer both are, so that they are kept over all blocks of a
+clock gains nothing; the more calls there were, the closer the bound, so that it is kept over all blocks of a
 comparison (`Waits`). Where the median of the reported times is shorter by more than `clock_slack_us` +
 `clock_slack` x itself in two blocks of two, the candidate is FORGED; so is a time below the operator's
 physical floor.
@@ -145,26 +145,32 @@ class Waits:
     """The shortest waits for two kernels on one workload, over all their calls so far.
 
     From the eight calls of a single block an honest kernel's least time came out 2 % too long on a busy
-    machine; from those of twenty blocks it does not.
+    machine, from those of twenty blocks still half a percent. So the baseline's times are held to the same
+    bound, from its own calls: what equal kernels are raised by is equal in the mean.
 
     Attributes:
-        shortest_us: for an answer of the candidate.
+        mine_us, theirs_us: for an answer of the candidate, of the baseline.
         passing_us: what the baseline's answers took beyond its own time.
     """
 
-    shortest_us: float = math.inf
+    mine_us: float = math.inf
+    theirs_us: float = math.inf
     passing_us: float = math.inf
 
-    def take(self, mine: Iterable[_Sample], theirs: Iterable[_Sample]) -> None:
-        waits = (s.call.outside_ns / 1e3 for s in mine)
+    def take(self, mine: Iterable[_Sample], theirs: Sequence[_Sample]) -> None:
         passing = ((s.call.outside_ns - s.call.inside_ns) / 1e3 for s in theirs)
-        self.shortest_us = min(self.shortest_us, *waits)
+        self.mine_us = min(self.mine_us, *(s.call.outside_ns / 1e3 for s in mine))
+        self.theirs_us = min(self.theirs_us, *(s.call.outside_ns / 1e3 for s in theirs))
         self.passing_us = min(self.passing_us, *passing)
 
     @property
     def least_us(self) -> float:
         """No call of the candidate took less."""
-        return self.shortest_us - self.passing_us
+        return self.mine_us - self.passing_us
+
+    @property
+    def baseline_least_us(self) -> float:
+        return self.theirs_us - self.passing_us
 
 
 AllWaits = dict[str, Waits]
@@ -204,18 +210,17 @@ class _Block:
             pair = self.theirs[number], self.mine[number]
             if self.heat.pair(*(sample.call.inside_ns / 1e3 for sample in pair)):
                 break
-        self.waits.take(self.mine.values(), self.theirs.values())
+        self.waits.take(self.mine.values(), list(self.theirs.values()))
 
     @property
     def samples_us(self) -> tuple[float, ...]:
         """The candidate's times, none shorter than the parent's clock allows."""
-        least_us = self.waits.least_us
-        return tuple(max(self.mine[n].call.inside_ns / 1e3, least_us) for n in range(len(self.mine)))
+        return _raised(self.mine, self.waits.least_us)
 
     @property
     def measurement(self) -> Measurement:
         workload = self.problems.target.workload
-        theirs = tuple(self.theirs[n].call.inside_ns / 1e3 for n in range(len(self.theirs)))
+        theirs = _raised(self.theirs, self.waits.baseline_least_us)
         return Measurement(workload.name, workload.group, self.samples_us, theirs)
 
     def hidden_us(self, plan: TimingPlan) -> float:
@@ -234,6 +239,11 @@ class _Block:
                 return worst, Failed(Failure.WRONG, Stage.TIME, sample.breach, case=name)
             worst = max(worst, found.ratio)
         return worst, None
+
+
+def _raised(samples: Mapping[int, _Sample], least_us: float) -> tuple[float, ...]:
+    """Times in call order, in us, none below `least_us`."""
+    return tuple(max(samples[n].call.inside_ns / 1e3, least_us) for n in range(len(samples)))
 
 
 @dataclass(frozen=True)

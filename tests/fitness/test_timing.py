@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from evotune.fitness.gate import CaseBook, Session
@@ -261,8 +262,21 @@ def test_times_are_raised_to_what_the_parents_clock_allows_and_no_others() -> No
     block = _Block(_Problems(Target(WORKLOAD, 0), None, ()), Racing().heat("", 3), Waits())  # type: ignore[arg-type]
     block.mine = dict(enumerate([sample(5, 150), sample(100, 140), sample(180, 220)]))
     block.theirs = dict(enumerate([sample(90, 110), sample(90, 120), sample(90, 130)]))
-    block.waits.take(block.mine.values(), block.theirs.values())
-    assert block.samples_us == (120, 120, 180)
+    block.waits.take(block.mine.values(), list(block.theirs.values()))
+    assert block.measurement.samples_us == (120, 120, 180)
+    assert block.measurement.baseline_samples_us == (90, 90, 90)
+
+
+def test_equal_kernels_are_raised_alike() -> None:
+    """Whichever of them is the candidate: half of the blocks are its, over noise of every size."""
+    rng, ahead = np.random.default_rng(0), 0
+    for _ in range(400):
+        drawn = [[sample(t, t + p) for t, p in 100 + 50 * rng.exponential(size=(4, 2))] for _ in range(2)]
+        block = _Block(_Problems(Target(WORKLOAD, 0), None, ()), Racing().heat("", 4), Waits())  # type: ignore[arg-type]
+        block.mine, block.theirs = (dict(enumerate(samples)) for samples in drawn)
+        block.waits.take(block.mine.values(), list(block.theirs.values()))
+        ahead += min(block.measurement.samples_us) < min(block.measurement.baseline_samples_us)
+    assert ahead == pytest.approx(200, abs=50)
 
 
 def test_below_the_physical_floor_is_quarantined(bench: Bench) -> None:
