@@ -30,6 +30,10 @@ from evotune.plots import figures
 from evotune.trials import ARTIFACTS, JOURNAL_FILE, mend, quiet, storage_at
 
 HOST = "127.0.0.1"
+_LOOK_S = 5.0
+# A figure is appended to the storage's file whenever it is renewed, so that it is seldom: a study of 1,000
+# candidates renews its three some 40 times.
+_GROWTH = 1.125
 
 
 def storage_of(directory: Path, url: str) -> BaseStorage:
@@ -63,6 +67,24 @@ def save_figures(history: History, storage: BaseStorage) -> None:
         return
 
 
+def follow(directory: Path, storage: BaseStorage, over: threading.Event) -> None:
+    """Renew the figures of a study that goes on, until `over`: when an eighth more candidates are judged than
+    they show, and when nothing has been recorded for a while."""
+    journal, size, history = directory / FILE, 0, None
+    shown = len(load(directory).judged) if journal.exists() else 0
+    while not over.wait(_LOOK_S):
+        try:
+            size, before = journal.stat().st_size, size
+            if size != before:
+                history = load(directory)
+        except (OSError, StudyError):  # between a file and its first records, say
+            continue
+        judged = len(history.judged) if history else 0
+        if history and judged > shown and (judged >= _GROWTH * shown or size == before):
+            save_figures(history, storage)
+            shown = judged
+
+
 @contextmanager
 def server(storage: BaseStorage, directory: Path, port: int) -> Iterator[WSGIServer]:
     """The bound server, for the caller to run; port 0 takes a free one. Raises StudyError for a busy port."""
@@ -82,16 +104,21 @@ def server(storage: BaseStorage, directory: Path, port: int) -> Iterator[WSGISer
 
 def serve(directory: Path, url: str, port: int, say: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. Raises StudyError. `say` is told the address once it answers."""
-    with server(storage_of(directory, url), directory, port) as bound:
+    storage, over = storage_of(directory, url), threading.Event()
+    with server(storage, directory, port) as bound:
         warnings.filterwarnings("ignore", module="optuna")  # its importance evaluator's, per poll of the page
         # Not in the main thread: shutdown() waits for serve_forever(), which Ctrl-C would have left.
         thread = threading.Thread(target=bound.serve_forever, daemon=True)
         thread.start()
+        following = threading.Thread(target=follow, args=(directory, storage, over), daemon=True)
+        following.start()
         try:
             say(f"http://{HOST}:{bound.server_port}/dashboard/")
             thread.join()
         except KeyboardInterrupt:
             bound.shutdown()
+            over.set()
+            following.join()  # no figure is cut short
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -19,9 +20,11 @@ import optuna
 import pytest
 from optuna.artifacts import get_all_artifact_meta
 
-from evotune.dashboard import HOST, serve, server, storage_of
+from evotune import dashboard
+from evotune.dashboard import HOST, follow, serve, server, storage_of
 from evotune.errors import StudyError
-from evotune.history import History
+from evotune.history import History, load
+from evotune.journal import FILE
 from evotune.plots import figures
 from evotune.study import StudyRun
 from tests.evotune.toy import run_study, setup_of, study_file
@@ -88,6 +91,37 @@ def test_figures_are_replaced_not_piled_up(site: Site) -> None:
     storage_of(site.directory, "")
     told = json.loads(fetch(f"{site.url}/api/studies/0")[1])
     assert len(told["plotly_graph_objects"]) == 3
+
+
+def test_figures_follow_a_study_that_goes_on(
+    loop: StudyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for every candidate, since each renewal stays in the storage's file; but for all at a pause."""
+    lines = (loop.setup.directory / FILE).read_bytes().splitlines(keepends=True)
+    ends = [number for number, line in enumerate(lines, 1) if b'"kind":"result"' in line]
+    looked, renewed, over = threading.Event(), queue.Queue[int](), threading.Event()
+
+    def looking(directory: Path) -> History:
+        found = load(directory)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(dashboard, "load", looking)
+    monkeypatch.setattr(dashboard, "save_figures", lambda history, storage: renewed.put(len(history.judged)))
+    monkeypatch.setattr(dashboard, "_LOOK_S", 0.2)
+    journal = tmp_path / FILE
+    journal.write_bytes(b"".join(lines[: ends[15]]))
+    thread = threading.Thread(target=follow, args=(tmp_path, loop.opened.book.study._storage, over))
+    thread.start()
+    assert looked.wait(20)
+    with journal.open("ab", buffering=0) as file:
+        file.write(b"".join(lines[ends[15] : ends[19]]))
+        assert renewed.get(timeout=20) == 20
+        file.write(b"".join(lines[ends[19] : ends[20]]))
+        assert renewed.get(timeout=20) == 21
+    over.set()
+    thread.join()
+    assert renewed.empty()
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST", "PUT"])
