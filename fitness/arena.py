@@ -21,13 +21,13 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
 from evotune.errors import StudyError
-from evotune.fitness.operator import Array, Case, Parameter
+from evotune.fitness.operator import Array, Case, Parameter, Placeable
 
 GUARD = 4096
 ALIGN = 64
@@ -53,19 +53,6 @@ Flush = Literal["end", "start"]
 def dtype_of(ctype: str) -> np.dtype[np.generic]:
     """Of an element that a signature names."""
     return _DTYPES[ctype]
-
-
-class Placeable(Protocol):
-    """What the layout of a call follows from; every `Case` is one."""
-
-    @property
-    def inputs(self) -> Mapping[str, Array | None]: ...
-    @property
-    def outputs(self) -> Mapping[str, tuple[tuple[int, ...], str] | None]: ...
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-    @property
-    def scalars(self) -> Mapping[str, float]: ...
 
 
 def nan_words(rng: np.random.Generator, count: int) -> list[int]:

@@ -26,13 +26,22 @@ from evotune.fitness.arena import (
     POISON,
     Arena,
     Flush,
-    Placeable,
     Placement,
     changed_bits,
     nan_word,
     unwritten,
 )
-from evotune.fitness.operator import Array, Case, GateEntry, Law, Level, Operator, Parameter, Workload
+from evotune.fitness.operator import (
+    Array,
+    Case,
+    GateEntry,
+    Law,
+    Level,
+    Operator,
+    Parameter,
+    Placeable,
+    Workload,
+)
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Call, Fault
 from evotune.search_space.template import Specialization

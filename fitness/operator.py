@@ -69,11 +69,9 @@ class Question(Protocol):
     def scalars(self) -> Mapping[str, float]: ...
 
 
-class Case(Protocol):
-    """A solved problem: inputs in the io dtype, truth in float64, a bound derived on this very input."""
+class Placeable(Question, Protocol):
+    """What the layout of a call follows from."""
 
-    @property
-    def name(self) -> str: ...
     @property
     def inputs(self) -> Mapping[str, Array | None]:
         """C-contiguous arrays by parameter name; None where the case leaves the argument out."""
@@ -84,10 +82,12 @@ class Case(Protocol):
         """(shape, ctype) by parameter name; None where the output is not wanted."""
         ...
 
+
+class Case(Placeable, Protocol):
+    """A solved problem: inputs in the io dtype, truth in float64, a bound derived on this very input."""
+
     @property
-    def sizes(self) -> Mapping[str, int]: ...
-    @property
-    def scalars(self) -> Mapping[str, float]: ...
+    def name(self) -> str: ...
 
     def worst(self, outputs: Mapping[str, Array]) -> Discrepancy:
         """Compare with the truth: the worst place, whether inside the bound (`ratio` <= 1) or not."""
@@ -208,7 +208,7 @@ class Gather(Protocol):
     def factor(self) -> Array | None: ...
 
 
-class Spread(Protocol):
+class Spread(Placeable, Protocol):
     """A large problem made of exact images of a small solved one, so that its answer is known in parts.
 
     `inputs` tell shapes and types only; their numbers are gathered from `sources`, on the device.
@@ -216,14 +216,6 @@ class Spread(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def inputs(self) -> Mapping[str, Array | None]: ...
-    @property
-    def outputs(self) -> Mapping[str, tuple[tuple[int, ...], str] | None]: ...
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-    @property
-    def scalars(self) -> Mapping[str, float]: ...
     @property
     def sources(self) -> Mapping[str, Array | None]: ...
     @property
