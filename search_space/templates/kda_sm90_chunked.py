@@ -12,12 +12,12 @@ from typing import Any
 
 from evotune.search_space.space import knob
 from evotune.search_space.template import Language, Specialization, Unit
-from evotune.search_space.templates.kda_sm90_chunked_plan import CHUNK, TILE, Plan
+from evotune.search_space.templates.kda_sm90_chunked_plan import SPAN, TILE, Plan
 from evotune.search_space.templates.sm90 import constants, standalone
 
 _PLAN_IMPORT = (
     "from evotune.search_space.templates.kda_sm90_chunked_plan "
-    "import ALIGNMENT_BYTES, CHUNK, TILE, WARP, Plan\n"
+    "import (\n    ALIGNMENT_BYTES,\n    SPAN,\n    SQUARE_BYTES,\n    TILE,\n    WARP,\n    Plan,\n)\n"
 )
 
 
@@ -25,9 +25,11 @@ _PLAN_IMPORT = (
 class KdaSm90ChunkedKnobs:
     """One configuration; `Plan` says what follows from it."""
 
+    chunk: int = knob(32, choices=(16, 32), doc="tokens in one step of the recurrence")
     value_tile: int = knob(
         64, choices=(16, 32, 64, 128), doc="columns of V in one block of the recurrence, 16 to a warp"
     )
+    key_warps: int = knob(1, choices=(1, 2), doc="warps that share 16 columns, each with its part of K")
     stages: int = knob(4, choices=(3, 4, 6, 8), doc="slots of the recurrence's ring; one is on its way out")
     copy: str = knob(
         "bulk", choices=("bulk", "cp.async"), doc="how records come: one bulk copy, or 16 bytes a thread"
@@ -40,7 +42,7 @@ class KdaSm90ChunkedKnobs:
         "columns", choices=("columns", "halves"), doc="of I + L: by columns, or 8 × 8 blocks and their merge"
     )
     exp: str = knob("two", choices=("two", "reciprocal"), doc="e^−G: an exponential of its own, or 1 / e^G")
-    units: int = knob(2, choices=(1, 2, 4), doc="value heads that one block of prepare takes")
+    units: int = knob(1, choices=(1, 2, 4), doc="value heads that one block of prepare takes")
     prepare_blocks: int = knob(
         4, choices=(1, 2, 4, 5, 6, 8), doc="blocks of prepare that registers must leave room for on an SM"
     )
@@ -136,11 +138,14 @@ TEMPLATE = KdaSm90ChunkedTemplate()
 
 def _grids(plan: Plan) -> str:
     feeder = " and 1 that feeds" if plan.loader == "warp" else ""
+    spans = f" as {plan.spans} spans of {SPAN}" if plan.spans > 1 else ""
+    sharing = f", {plan.key_warps} warps to a strip of {TILE} columns" if plan.key_warps > 1 else ""
     return (
-        f"prepare     (⌊T/{CHUNK}⌋ + N) × ⌈HV/{plan.units}⌉ blocks of {plan.prepare_threads} threads: "
-        f"{plan.units} value heads of one chunk, {plan.unit_threads} threads each\n"
+        f"prepare     (⌊T/{plan.chunk}⌋ + N) × ⌈HV/{plan.units}⌉ blocks of {plan.prepare_threads} threads: "
+        f"{plan.units} value heads of one chunk{spans}, {plan.unit_threads} threads each\n"
         f"recurrence  N × HV × {plan.tiles} blocks of {plan.recurrence_threads} threads: "
-        f"{plan.warps} warps that compute{feeder}; {TILE} columns of S to a warp, K = {plan.K} elements each"
+        f"{plan.warps} warps that compute{feeder}{sharing}; "
+        f"{TILE} columns of S to a warp, K = {plan.keys} elements each"
     )
 
 
@@ -150,20 +155,24 @@ def _record(plan: Plan) -> str:
         f"{first:8d}  {end - first:7d}  {name}"
         for (name, first), end in zip(plan.record_offsets.items(), ends, strict=True)
     ]
-    swizzle = "kw, qg, kg: panels of 64 channels, 16-byte piece p of row r at p xor r mod 8"
-    return "\n".join(["record: first byte, bytes, part", *rows, swizzle])
+    notes = ["kw, qg, kg: panels of 64 channels, 16-byte piece p of row r at p xor r mod 8"]
+    if plan.spans > 1:
+        notes.append(f"x, m: blocks of {SPAN} × {SPAN} on and below the diagonal, row by row of blocks")
+    return "\n".join(["record: first byte, bytes, part", *rows, *notes])
 
 
 def _shared_memory(plan: Plan) -> str:
     lines = ["shared memory of the recurrence: first byte, bytes, array"]
-    lines += [
-        f"{plan.shared_offsets[name]:8d}  {size:7d}  {name}" for name, size in plan.shared_arrays.items()
-    ]
+    lines += _placed(plan.shared_offsets, plan.shared_arrays)
     lines.append(f"{plan.recurrence_shared_bytes:8d}  in all")
     lines.append(f"shared memory of one unit of prepare ({plan.units} in a block)")
-    lines += [f"{plan.unit_offsets[name]:8d}  {size:7d}  {name}" for name, size in plan.unit_arrays.items()]
+    lines += _placed(plan.unit_offsets, plan.unit_arrays)
     lines.append(f"{plan.unit_bytes:8d}  in all")
     return "\n".join(lines)
+
+
+def _placed(offsets: Mapping[str, int], sizes: Mapping[str, int]) -> list[str]:
+    return [f"{offsets[name]:8d}  {size:7d}  {name}" for name, size in sizes.items() if size]
 
 
 def _ownership(plan: Plan) -> str:
@@ -176,4 +185,4 @@ def _ownership(plan: Plan) -> str:
             f"lane {lane:2d}  columns {', '.join(map(str, held))}  keys {', '.join(map(str, keys))}, …"
         )
     place = "accumulators" if plan.state == "registers" else "shared memory"
-    return "\n".join([f"state in {place}: {plan.K // 2} elements of a thread", *rows])
+    return "\n".join([f"state in {place}: {plan.keys // 2} elements of a thread", *rows])

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention on Hopper in chunks of 16 tokens, two kernels, in CuTe-DSL.
+"""Kimi Delta Attention on Hopper in chunks of 16 or 32 tokens, two kernels, in CuTe-DSL.
 
 With G_i the inclusive cumulative log decay inside a chunk and S [K, V] the state in fp32 that enters it:
 
@@ -10,11 +10,17 @@ With G_i the inclusive cumulative log decay inside a chunk and S [K, V] the stat
 
 (Kimi Linear, section 3; X and M stay apart from S, so only three products wait for the state.)
 
-    prepare     token-parallel, a unit of K/2 threads per chunk and value head: all but the last line, to the
-                workspace as one record per chunk and head (`Plan`)
+    prepare     token-parallel, K/2 threads per span of 16 tokens and value head: all but the last line, to
+                the workspace as one record per chunk and head (`Plan`)
     recurrence  a block per `value_tile` columns of S, value head and sequence: the last line, records
                 through a ring of `stages` slots in shared memory. A warp has 16 columns of S in the
-                accumulators of its matrix products, as rows of Sᵀ, and needs no other warp
+                accumulators of its matrix products, as rows of Sᵀ: all of them, or the keys that are its
+                share where `key_warps` work on one strip; those meet once a chunk, for KW S and QG S
+
+32 tokens from its anchor e^−G overflows, so a chunk of two spans has two anchors, at each span's border G_b.
+Blocks on the diagonal of L and M are a span's own, rows k e^{G − G_b} against k e^{G_b − G}. So is the block
+below, with later rows, earlier keys and the border between them, where neither factor exceeds |k|. Of X that
+block is −X₁₁ A X₀₀, with A that of L before beta.
 
 Operands (host tensors): q, k [T, H, K], v, o [T, HV, V] in bf16; g [T, HV, K] and beta [T, HV] fp32 (plain)
 or bf16 (production: raw gate, logits); A_log [HV], dt_bias [HV, K] fp32 or None (plain); initial and final
@@ -23,7 +29,7 @@ from 0 on; workspace uint8, `Plan.workspace` bytes. Value head hv reads the q an
 Only the first axis may have gaps, in whole heads (beta's in any number); other strides are refused at the
 call.
 
-Constraints: `Plan.why_not`, and log decays of at least −5 a token: a chunk's share one anchor, its start.
+Constraints: `Plan.why_not`, and log decays of at least −5 a token: a span's share one anchor.
 Operands of matrix products are rounded to bf16; decays, inverse and state are fp32. Offsets are 64-bit.
 """
 
@@ -33,7 +39,14 @@ import cutlass.memory
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from evotune.search_space.templates.kda_sm90_chunked_plan import ALIGNMENT_BYTES, CHUNK, TILE, WARP, Plan
+from evotune.search_space.templates.kda_sm90_chunked_plan import (
+    ALIGNMENT_BYTES,
+    SPAN,
+    SQUARE_BYTES,
+    TILE,
+    WARP,
+    Plan,
+)
 
 BF16, F32, I32, I64, U8 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64, cutlass.Uint8
 LOG2E = 1.4426950408889634
@@ -62,6 +75,16 @@ def multiply(acc, left, right):
     for j in range(2):
         half = cute.make_tensor(right.iterator + 4 * j, cute.make_layout(4))
         cute.mma_atom_call(atom, acc[None, j], left, half, acc[None, j])
+
+
+def quarter(factors, i):
+    """Four neighbouring factors, in 16 bytes."""
+    return cute.make_tensor((factors.iterator + i).align(16), cute.make_layout(4))
+
+
+def columns(acc, s):
+    """Block s of 16 columns of accumulators (4, 2 n), as (4, 2)."""
+    return cute.make_tensor(acc.iterator + 8 * s, cute.make_layout((4, 2)))
 
 
 def rounded(acc):
@@ -173,7 +196,7 @@ class KdaForward:
                 base = shared.iterator + cute.assume(unit * p.unit_bytes, divby=ALIGNMENT_BYTES)
                 # Units past the last head work in vain, so that all threads reach the barriers.
                 head = cutlass.min(hv, HV - 1)
-                rows = (t0, valid, head // (HV // H), head, H, HV)
+                rows = (t0, valid, head // (HV // H), head)
                 tensors = (mQ, mK, mG, mBeta, mA, mBias)
                 self.make_record(tensors, base, rows, scale, lower_bound, tx % p.unit_threads)
                 cute.arch.fence_view_async_shared()
@@ -199,71 +222,141 @@ class KdaForward:
             low = low + skipped
             span = cutlass.min(step, span - skipped)
         begin, end = mCu[low], mCu[low + 1]
-        t0 = begin + (slot - self.plan.first_slot(low, begin)) * CHUNK
-        return t0, cutlass.min(I32(CHUNK), end - t0)
+        t0 = begin + (slot - self.plan.first_slot(low, begin)) * self.plan.chunk
+        return t0, cutlass.min(I32(self.plan.chunk), end - t0)
 
     @cute.jit
     def make_record(self, tensors, base, rows, scale, lower_bound, tp):
-        """The record of one chunk and head at `base`, by K/2 threads; thread tp has channels 2 tp, 2 tp + 1.
+        """The record of one chunk and head at `base`, by K/2 threads a span; each has two channels of it.
 
         Rows from `valid` on repeat the last one's data; their norm factors and beta are 0 and they do not
         decay, so that they leave o and S alone.
         """
         p = self.plan
         mQ, mK, mG, mBeta, mA, mBias = tensors
-        t0, valid, h, hv, H, HV = rows
+        t0, valid, h, hv = rows
+        span = cute.arch.make_warp_uniform(tp // p.span_threads) if p.spans > 1 else 0
+        pair = tp % p.span_threads  # of channels 2 pair, 2 pair + 1
         lane, w = tp % WARP, cute.arch.make_warp_uniform(tp // WARP)
-        rQ = self.load_pairs(mQ, t0, valid, h, H, tp)
-        rK = self.load_pairs(mK, t0, valid, h, H, tp)
-        rG = self.load_pairs(mG, t0, valid, hv, HV, tp)
+        left = valid - span * SPAN  # tokens from the span's first on; may be none
+        rQ = self.load_pairs(mQ, t0, valid, span, h, pair)
+        rK = self.load_pairs(mK, t0, valid, span, h, pair)
+        rG = self.load_pairs(mG, t0, valid, span, hv, pair)
         beta = F32(0.0)
-        if lane % CHUNK < valid:
-            offset = I64(t0 + lane % CHUNK) * row_stride(mBeta) + hv
+        if lane % SPAN < left:
+            offset = I64(t0 + span * SPAN + lane % SPAN) * row_stride(mBeta) + hv
             beta = self.beta((mBeta.iterator + offset).load().to(F32))
-        slopes, offsets = self.gate_parameters(mA, mBias, hv, tp)
-        factors = self.factors(rQ, rK, base, valid, scale, lane, w)
-
-        raised = cute.make_rmem_tensor((2, CHUNK), F32)
-        G, e = zeros(2), zeros(2)
-        for i in cutlass.range_constexpr(CHUNK):
-            live = F32(1.0) if i < valid else F32(0.0)
-            kw, qg = zeros(2), zeros(2)
-            for c in cutlass.range_constexpr(2):
-                g = rG[c, i].to(F32)
-                if cutlass.const_expr(p.production):
-                    g = self.gate(g, slopes[c], offsets[c], lower_bound)
-                G[c] = G[c] + g * (live * F32(LOG2E))
-                e[c], inverse = self.exponentials(G[c])
-                k = rK[c, i].to(F32) * factors[CHUNK + i]
-                kw[c] = k * e[c]
-                qg[c] = rQ[c, i].to(F32) * factors[i] * e[c]
-                raised[c, i] = k * inverse
-            self.store_pair(base, p.record_offsets["kw"] + p.panel_byte(i, 2 * tp), kw)
-            self.store_pair(base, p.record_offsets["qg"] + p.panel_byte(i, 2 * tp), qg)
-            self.store_pair(base, p.unit_offsets["raised k"] + p.panel_byte(i, 2 * tp), raised[None, i])
-        for i in cutlass.range_constexpr(CHUNK):
-            kg = zeros(2)
-            for c in cutlass.range_constexpr(2):
-                kg[c] = raised[c, i] * e[c]
-            self.store_pair(base, p.record_offsets["kg"] + p.panel_byte(i, 2 * tp), kg)
-        cute.autovec_copy(e, place(base, p.record_offsets["end"] + 8 * tp, F32, 2, 8))
+        slopes, offsets = self.gate_parameters(mA, mBias, hv, pair)
+        square = self.squares(rQ, rK, base, lane, w)
+        G, end = self.decays(rG, left, slopes, offsets, lower_bound)
+        if cutlass.const_expr(p.spans > 1):
+            cute.autovec_copy(end, place(base, self.end_of(span, pair), F32, 2, 8))
+        if cutlass.const_expr(p.spans > 1 or (p.production and p.span_warps > 1)):
+            cute.arch.barrier()
+        factors = self.factors(square, base, left, scale, span, lane, w)
+        self.store_rows(rQ, rK, G, end, factors, base, span, pair)
         cute.arch.barrier()
-        if w == 0:
-            self.make_x(base, beta, lane)
-        if w == p.unit_warps - 1:
-            self.make_m(base, lane)
+        if w % p.span_warps == 0:
+            self.make_x(base, beta, span, lane)
+        if w % p.span_warps == p.span_warps - 1:
+            self.make_m(base, span, lane)
+        if cutlass.const_expr(p.spans > 1):
+            cute.arch.barrier()
+            if w == 0:
+                self.merge(base, lane)
 
     @cute.jit
-    def load_pairs(self, m, t0, valid, head, heads, tp):
-        """Two neighbouring channels of 16 tokens, as they are: (2, CHUNK) registers."""
-        raw = cute.make_rmem_tensor((2, CHUNK), m.element_type)
+    def load_pairs(self, m, t0, valid, span, head, pair):
+        """Two neighbouring channels of a span's tokens, as they are: (2, SPAN) registers."""
+        raw = cute.make_rmem_tensor((2, SPAN), m.element_type)
         stride = row_stride(m)
-        first = I64(t0) * stride + (head * self.plan.K + 2 * tp)
-        for i in cutlass.range_constexpr(CHUNK):
-            offset = cute.assume(first + cutlass.min(I32(i), valid - 1) * stride, divby=2)
+        first = I64(t0) * stride + (head * self.plan.K + 2 * pair)
+        for i in cutlass.range_constexpr(SPAN):
+            offset = cute.assume(first + cutlass.min(I32(span * SPAN + i), valid - 1) * stride, divby=2)
             source = cute.make_tensor(m.iterator + offset, cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
         return raw
+
+    @cute.jit
+    def decays(self, rG, left, slopes, offsets, lower_bound):
+        """Log decays in base 2 since the span's anchor, (2, SPAN), and what the whole span leaves."""
+        G, sums = cute.make_rmem_tensor((2, SPAN), F32), zeros(2)
+        for i in cutlass.range_constexpr(SPAN):
+            live = F32(LOG2E) if i < left else F32(0.0)
+            for c in cutlass.range_constexpr(2):
+                g = rG[c, i].to(F32)
+                if cutlass.const_expr(self.plan.production):
+                    g = self.gate(g, slopes[c], offsets[c], lower_bound)
+                sums[c] = sums[c] + g * live
+                G[c, i] = sums[c]
+        end = zeros(2)
+        for c in cutlass.range_constexpr(2):
+            end[c], _ = self.exponentials(sums[c])
+        return G, end
+
+    def end_of(self, span, pair):
+        """First byte of what a span leaves of a thread's two channels."""
+        return self.plan.unit_offsets["ends"] + (span * self.plan.K + 2 * pair) * 4
+
+    @cute.jit
+    def store_rows(self, rQ, rK, G, end, factors, base, span, pair):
+        """A span's rows of KW, QG, KG and END, and what the matrices of the chunk are made of."""
+        p = self.plan
+        before, after = self.around(base, span, pair)
+        kw, qg, kg, raised = zeros(2), zeros(2), zeros(2), zeros(2)
+        q4, k4 = zeros(4), zeros(4)
+        for i in cutlass.range_constexpr(SPAN):
+            if cutlass.const_expr(i % 4 == 0):
+                cute.autovec_copy(quarter(factors, i), q4)
+                cute.autovec_copy(quarter(factors, SPAN + i), k4)
+            for c in cutlass.range_constexpr(2):
+                e, inverse = self.exponentials(G[c, i])
+                k = rK[c, i].to(F32) * k4[i % 4]
+                kw[c] = k * e
+                qg[c] = rQ[c, i].to(F32) * q4[i % 4] * e
+                raised[c] = k * inverse
+                kg[c] = raised[c] * end[c]
+            self.store_pair(base, p.unit_offsets["raised k"] + self.pair_byte(span, i, pair), raised)
+            if cutlass.const_expr(p.spans > 1):
+                self.store_near(kw, qg, kg, base, span, i, pair)
+                for c in cutlass.range_constexpr(2):
+                    kw[c], qg[c], kg[c] = kw[c] * before[c], qg[c] * before[c], kg[c] * after[c]
+            for name, values in (("kw", kw), ("qg", qg), ("kg", kg)):
+                self.store_pair(base, p.record_offsets[name] + self.pair_byte(span, i, pair), values)
+        if span == 0:
+            for c in cutlass.range_constexpr(2):
+                end[c] = end[c] * after[c]
+            cute.autovec_copy(end, place(base, p.record_offsets["end"] + 8 * pair, F32, 2, 8))
+
+    def pair_byte(self, span, i, pair):
+        """Byte of a thread's two channels of token i of a span, in an array of all the chunk's rows."""
+        return span * (SPAN * 128) + self.plan.panel_byte(i, 2 * pair)
+
+    @cute.jit
+    def around(self, base, span, pair):
+        """What the spans before this one leave of the thread's two channels, and what those after it do."""
+        before, after = cute.make_rmem_tensor(2, F32), cute.make_rmem_tensor(2, F32)
+        before.fill(1.0)
+        after.fill(1.0)
+        if cutlass.const_expr(self.plan.spans > 1):
+            for other in cutlass.range_constexpr(self.plan.spans):
+                end = cute.make_rmem_tensor(2, F32)
+                cute.autovec_copy(place(base, self.end_of(other, pair), F32, 2, 8), end)
+                for c in cutlass.range_constexpr(2):
+                    before[c] = before[c] * (end[c] if other < span else F32(1.0))
+                    after[c] = after[c] * (end[c] if other > span else F32(1.0))
+        return before, after
+
+    @cute.jit
+    def store_near(self, kw, qg, kg, base, span, i, pair):
+        """Rows from the span's own border, where the record has them from the chunk's."""
+        p = self.plan
+        byte = p.panel_byte(i, 2 * pair, p.near_rows)
+        if span > 0:
+            self.store_pair(base, p.unit_offsets["near kw"] + (span - 1) * (SPAN * 128) + byte, kw)
+            self.store_pair(base, p.unit_offsets["near qg"] + (span - 1) * (SPAN * 128) + byte, qg)
+        if span < p.spans - 1:
+            self.store_pair(base, p.unit_offsets["near kg"] + span * (SPAN * 128) + byte, kg)
 
     def store_pair(self, base, offset, values):
         pair = cute.make_rmem_tensor(2, BF16)
@@ -271,47 +364,60 @@ class KdaForward:
         cute.autovec_copy(pair, place(base, offset, BF16, 2, 4))
 
     @cute.jit
-    def gate_parameters(self, mA, mBias, hv, tp):
+    def gate_parameters(self, mA, mBias, hv, pair):
         """Per channel slope and offset of the sigmoid's exponent in base 2; zeros in the plain contract."""
         slopes, offsets = zeros(2), zeros(2)
         if cutlass.const_expr(mA is not None):
             rate = cute.math.exp(mA[hv])
             for c in cutlass.range_constexpr(2):
                 slopes[c] = rate * F32(-LOG2E)
-                offsets[c] = slopes[c] * mBias[hv, 2 * tp + c]
+                offsets[c] = slopes[c] * mBias[hv, 2 * pair + c]
         return slopes, offsets
 
     @cute.jit
-    def factors(self, rQ, rK, base, valid, scale, lane, w):
-        """What 16 rows of q, then 16 rows of k are multiplied by: L2 norm, scale; 0 where no token is."""
+    def squares(self, rQ, rK, base, lane, w):
+        """Sums over this warp's channels of squares of 16 rows of q, then 16 of k: a row to a lane.
+
+        To shared memory too, where a row is more than one warp's. Zero in the plain contract.
+        """
         p = self.plan
-        factor = F32(1.0)
+        square = F32(0.0)
         if cutlass.const_expr(p.production):
-            squares = [F32(0.0) for _ in range(2 * CHUNK)]
-            for i in cutlass.range_constexpr(CHUNK):
+            squares = [F32(0.0) for _ in range(2 * SPAN)]
+            for i in cutlass.range_constexpr(SPAN):
                 for c in cutlass.range_constexpr(2):
                     q, k = rQ[c, i].to(F32), rK[c, i].to(F32)
                     squares[i] = squares[i] + q * q
-                    squares[CHUNK + i] = squares[CHUNK + i] + k * k
+                    squares[SPAN + i] = squares[SPAN + i] + k * k
             square = self.lane_sums(squares, lane)
-            if cutlass.const_expr(p.unit_warps > 1):
+            if cutlass.const_expr(p.span_warps > 1):
                 sums = place(base, p.unit_offsets["sums"], F32, p.unit_warps * WARP, 4)
                 sums[w * WARP + lane] = square
-                cute.arch.barrier()
+        return square
+
+    @cute.jit
+    def factors(self, square, base, left, scale, span, lane, w):
+        """What 16 rows of q, then 16 rows of k are multiplied by: L2 norm, scale; 0 where no token is.
+
+        In shared memory, a copy for each warp.
+        """
+        p = self.plan
+        factor = F32(1.0)
+        if cutlass.const_expr(p.production):
+            if cutlass.const_expr(p.span_warps > 1):
+                sums = place(base, p.unit_offsets["sums"], F32, p.unit_warps * WARP, 4)
                 square = F32(0.0)
-                for other in cutlass.range_constexpr(p.unit_warps):
-                    square = square + sums[other * WARP + lane]
+                for other in cutlass.range_constexpr(p.span_warps):
+                    square = square + sums[(span * p.span_warps + other) * WARP + lane]
             factor = self.norm_factor(square)
-        if lane < CHUNK:
+        if lane < SPAN:
             factor = factor * scale
-        if lane % CHUNK >= valid:
+        if lane % SPAN >= left:
             factor = F32(0.0)
         near = place(base, p.unit_offsets["factors"] + w * (WARP * 4), F32, WARP, WARP * 4)
         near[lane] = factor
         cute.arch.sync_warp()
-        every = cute.make_rmem_tensor(WARP, F32)
-        cute.autovec_copy(near, every)
-        return every
+        return near
 
     @cute.jit
     def lane_sums(self, values, lane):
@@ -367,26 +473,37 @@ class KdaForward:
     # EVOLVE-END exponentials
 
     @cute.jit
-    def gram(self, base, part: cutlass.Constexpr, lane):
-        """KW or QG times the raised keys, transposed: [16, 16] in one warp's accumulators (4, 2)."""
+    def gram(self, base, left, right, lane):
+        """16 rows at `left` times 16 at `right` transposed, each (first byte, rows of its array): (4, 2)."""
         p = self.plan
         acc = zeros(4, 2)
         for kk in cutlass.range_constexpr(p.K // TILE):
-            left = p.panel_byte(p.left_row(lane), kk * TILE + p.left_column(lane))
-            right = p.panel_byte(p.right_row(lane), kk * TILE + p.right_column(lane))
-            multiply(
-                acc,
-                fragment(base, p.record_offsets[part] + left, False),
-                fragment(base, p.unit_offsets["raised k"] + right, False),
-            )
+            rows = p.panel_byte(p.left_row(lane), kk * TILE + p.left_column(lane), left[1])
+            keys = p.panel_byte(p.right_row(lane), kk * TILE + p.right_column(lane), right[1])
+            multiply(acc, fragment(base, left[0] + rows, False), fragment(base, right[0] + keys, False))
         return acc
 
     @cute.jit
-    def make_x(self, base, beta, lane):
-        """X of the record, by one warp; lane j or 16 + j has beta of token j."""
+    def later(self, name: cutlass.Constexpr, span):
+        """Where a span's rows of KW or QG from its own border are: those of the first are the record's."""
         p = self.plan
-        acc = self.gram(base, "kw", lane)
-        lower = place(base, p.unit_offsets["lower"], F32, CHUNK * CHUNK, 16)
+        first, rows = I32(p.record_offsets[name]), I32(p.chunk)
+        if span > 0:
+            first = p.unit_offsets["near " + name] + (span - 1) * (SPAN * 128)
+            rows = I32(p.near_rows)
+        return first, rows
+
+    def raised(self, span):
+        """Where a span's rows of k e^−G are."""
+        return self.plan.unit_offsets["raised k"] + span * (SPAN * 128), self.plan.chunk
+
+    @cute.jit
+    def make_x(self, base, beta, span, lane):
+        """A span's block on the diagonal of X, by one warp; lane j or 16 + j has beta of its token j."""
+        p = self.plan
+        acc = self.gram(base, self.later("kw", span), self.raised(span), lane)
+        first = p.unit_offsets["lower"] + span * (SPAN * SPAN * 4)
+        lower = place(base, first, F32, SPAN * SPAN, 16)
         for e in cutlass.range_constexpr(4):
             row = p.product_row(lane, e)
             strength = cute.arch.shuffle_sync(beta, row)
@@ -395,40 +512,41 @@ class KdaForward:
                 value = acc[e, j] * strength
                 if column >= row:
                     value = F32(0.0)
-                lower[column * CHUNK + row] = value  # transposed: the inverse walks columns
+                lower[column * SPAN + row] = value  # transposed: the inverse walks columns
         cute.arch.sync_warp()
-        x = self.invert(base, lane)
-        if lane < CHUNK:
-            for i in cutlass.range_constexpr(CHUNK):
-                offset = p.record_offsets["x"] + p.square_byte(i, lane)
+        x = self.invert(base, first, lane)
+        block = p.record_offsets["x"] + p.block_byte(span, span)
+        if lane < SPAN:
+            for i in cutlass.range_constexpr(SPAN):
+                offset = block + p.square_byte(i, lane)
                 place(base, offset, BF16, 1, 2)[0] = (x[i] * beta).to(BF16)
 
     # EVOLVE-BEGIN invert
     @cute.jit
-    def invert(self, base, lane):
+    def invert(self, base, where, lane):
         """Column lane % 16 of (I + L)⁻¹ in fp32, L transposed in shared memory: forward substitution.
 
         "columns": a finished element is taken from all later rows at once. "halves": the two 8 × 8 blocks on
         the diagonal first, each lane the column of its own block, then −X22 L21 X11.
         """
-        size = CHUNK if self.plan.inverse == "columns" else CHUNK // 2
-        j = lane % CHUNK
-        x = [F32(0.0) for _ in range(CHUNK)]
-        for i in cutlass.range_constexpr(CHUNK):
+        size = SPAN if self.plan.inverse == "columns" else SPAN // 2
+        j = lane % SPAN
+        x = [F32(0.0) for _ in range(SPAN)]
+        for i in cutlass.range_constexpr(SPAN):
             x[i] = F32(1.0) if j == i else F32(0.0)
-        for c in cutlass.range_constexpr(CHUNK):
-            column = self.lower_column(base, c)
+        for c in cutlass.range_constexpr(SPAN):
+            column = self.lower_column(base, where, c)
             for i in cutlass.range_constexpr(c + 1, (c // size + 1) * size):
                 x[i] = x[i] - column[i] * x[c]
-        if cutlass.const_expr(size < CHUNK):
+        if cutlass.const_expr(size < SPAN):
             # Columns 0 … 7 have X11 above and zeros below; columns 8 … 15 the other way round.
             below = [F32(0.0) for _ in range(size)]
             for c in cutlass.range_constexpr(size):
-                column = self.lower_column(base, c)
+                column = self.lower_column(base, where, c)
                 for i in cutlass.range_constexpr(size):
                     below[i] = below[i] - column[size + i] * x[c]
             for c in cutlass.range_constexpr(size):
-                column = self.lower_column(base, size + c)
+                column = self.lower_column(base, where, size + c)
                 for i in cutlass.range_constexpr(c + 1, size):
                     below[i] = below[i] - column[size + i] * below[c]
             for i in cutlass.range_constexpr(size):
@@ -437,28 +555,70 @@ class KdaForward:
 
     # EVOLVE-END invert
 
-    def lower_column(self, base, c):
+    def lower_column(self, base, where, c):
         """Column c of L below its diagonal, zeros above, the same for all lanes."""
-        column = cute.make_rmem_tensor(CHUNK, F32)
-        offset = self.plan.unit_offsets["lower"] + c * (CHUNK * 4)
-        cute.autovec_copy(place(base, offset, F32, CHUNK, 16), column)
+        column = cute.make_rmem_tensor(SPAN, F32)
+        cute.autovec_copy(place(base, where + c * (SPAN * 4), F32, SPAN, 16), column)
         return column
 
     @cute.jit
-    def make_m(self, base, lane):
-        """M of the record, by one warp."""
+    def make_m(self, base, span, lane):
+        """A span's block on the diagonal of M, by one warp, and of the blocks below it M's and A."""
         p = self.plan
-        acc = self.gram(base, "qg", lane)
+        acc = self.gram(base, self.later("qg", span), self.raised(span), lane)
         for j in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                row = p.product_row(lane, 2 * half)
+            for e in cutlass.range_constexpr(4):
+                if p.product_column(lane, e, j) > p.product_row(lane, e):
+                    acc[e, j] = F32(0.0)
+        self.store_square(base, p.record_offsets["m"] + p.block_byte(span, span), acc, lane)
+        if cutlass.const_expr(p.spans > 1):
+            keys = (p.unit_offsets["near kg"], p.near_rows)
+            if span > 0:
+                acc = self.gram(base, (p.unit_offsets["near qg"], p.near_rows), keys, lane)
+                self.store_square(base, p.record_offsets["m"] + p.block_byte(1, 0), acc, lane)
+            else:
+                acc = self.gram(base, (p.unit_offsets["near kw"], p.near_rows), keys, lane)
+                for part in cutlass.range_constexpr(2):
+                    self.store_square(base, p.unit_offsets["across"] + part * SQUARE_BYTES, acc, lane)
+                    self.take_rounded(acc)
+
+    def store_square(self, base, where, acc, lane):
+        """Accumulators (4, 2) as a block of bf16."""
+        p = self.plan
+        for j in range(2):
+            for half in range(2):
                 pair = zeros(2)
-                for c in cutlass.range_constexpr(2):
+                for c in range(2):
                     pair[c] = acc[2 * half + c, j]
-                    if p.product_column(lane, c, j) > row:
-                        pair[c] = F32(0.0)
-                offset = p.record_offsets["m"] + p.square_byte(row, p.product_column(lane, 0, j))
-                self.store_pair(base, offset, pair)
+                byte = p.square_byte(p.product_row(lane, 2 * half), p.product_column(lane, 0, j))
+                self.store_pair(base, where + byte, pair)
+
+    def take_rounded(self, acc):
+        """acc ← acc − bf16(acc), what rounding has left: bf16 of both are 16 bits together."""
+        for i in range(8):
+            acc[i] = acc[i] - acc[i].to(BF16).to(F32)
+
+    # EVOLVE-BEGIN merge
+    @cute.jit
+    def merge(self, base, lane):
+        """Block (1, 0) of X, −X₁₁ A X₀₀, by one warp; A and X₁₁ A in two parts of bf16 each."""
+        p = self.plan
+        x = p.record_offsets["x"]
+        upright = p.square_byte(p.left_row(lane), p.left_column(lane))
+        first = fragment(base, x + p.block_byte(1, 1) + upright, False)
+        second = fragment(base, x + p.block_byte(0, 0) + upright, True)
+        product, merged = zeros(4, 2), zeros(4, 2)
+        for part in cutlass.range_constexpr(2):
+            across = p.unit_offsets["across"] + part * SQUARE_BYTES
+            multiply(product, first, fragment(base, across + upright, True))
+        for _ in cutlass.range_constexpr(2):
+            multiply(merged, rounded(product)[None, 0], second)
+            self.take_rounded(product)
+        for i in cutlass.range_constexpr(8):
+            merged[i] = -merged[i]
+        self.store_square(base, x + p.block_byte(1, 0), merged, lane)
+
+    # EVOLVE-END merge
 
     # EVOLVE-BEGIN store_record
     @cute.jit
@@ -523,7 +683,7 @@ class KdaForward:
             self.await_prepare()
             n = self.ranks(mWork, N, T, HV)[n]
         begin, end = mCu[n], mCu[n + 1]
-        chunks = (end - begin + (CHUNK - 1)) // CHUNK
+        chunks = (end - begin + (p.chunk - 1)) // p.chunk
         first = I64(p.first_slot(n, begin)) * HV + hv  # record of the first chunk; HV to the next
 
         base = (
@@ -543,9 +703,10 @@ class KdaForward:
         w, lane = cute.arch.make_warp_uniform(tx // WARP), tx % WARP
         records = (mWork, base, full, free, first, HV, chunks)
         if w < p.warps:
-            column = tile * p.value_tile + w * TILE  # first column of S, and of v and o, of this warp
+            strip, share = w // p.key_warps, w % p.key_warps
+            column = tile * p.value_tile + strip * TILE  # first column of S, and of v and o, of this warp
             rows = (mV, mO, hv, HV, column, begin, end)
-            states = (n, hv, column)
+            states = (n, hv, column, share * p.keys)
             S = self.initial_state(mInitial, states, base, w, lane)
             self.await_prepare()
             self.walk(records, rows, S, (mWork, N, T), w, lane, tx)
@@ -613,33 +774,38 @@ class KdaForward:
 
     @cute.jit
     def fetch_values(self, rows, base, chunk, slot, w, lane):
-        """This warp's 16 columns of 16 tokens of v, 16 bytes a lane; past the end the last token again."""
+        """16 columns of v of this warp's own spans, 16 bytes a lane; past the end the last token again."""
         p = self.plan
         mV, _, hv, HV, column, begin, end = rows
         token, half = lane // 2, lane % 2 * PIECE
-        t = cutlass.min(begin + chunk * CHUNK + token, end - 1)
-        offset = cute.assume(I64(t) * row_stride(mV) + (hv * p.V + column + half), divby=PIECE)
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BF16, num_bits_per_copy=128
         )
-        cute.copy(
-            atom,
-            cute.make_tensor(mV.iterator + offset, cute.make_layout(PIECE)),
-            place(base, self.patch("values", slot, w) + p.square_byte(token, half), BF16, PIECE, 16),
-        )
+        for s in cutlass.range_constexpr(p.own_spans):
+            span = p.turned(s, w % p.key_warps)
+            t = cutlass.min(begin + chunk * p.chunk + span * SPAN + token, end - 1)
+            offset = cute.assume(I64(t) * row_stride(mV) + (hv * p.V + column + half), divby=PIECE)
+            patch = self.values(slot, w) + span * SQUARE_BYTES
+            cute.copy(
+                atom,
+                cute.make_tensor(mV.iterator + offset, cute.make_layout(PIECE)),
+                place(base, patch + p.square_byte(token, half), BF16, PIECE, 16),
+            )
 
-    def patch(self, name, slot, w):
-        """First byte of a warp's [16 tokens, 16 values] in shared memory."""
-        return self.plan.shared_offsets[name] + (slot * self.plan.warps + w) * (CHUNK * TILE * 2)
+    def values(self, slot, w):
+        """First byte of the values of a strip: for each span a patch [16 tokens, 16 values]."""
+        p = self.plan
+        strip = slot * p.strips + w // p.key_warps
+        return p.shared_offsets["values"] + strip * (p.spans * SQUARE_BYTES)
 
     @cute.jit
     def walk(self, records, rows, S, debug, w, lane, tx):
-        """All chunks of the sequence, by one warp with its 16 columns of S.
+        """All chunks of the sequence, by one warp with its part of S.
 
         A slot is freed only behind the output of the chunk after: nothing but the arrival of its data keeps a
-        read of shared memory before the copy that overwrites it, and that output needs all of S, hence
-        whatever the warp has read of the slot. (Freed behind its own chunk's reads, which the hardware may
-        still have had in its queue, a slot was overwritten too early in builds that store much.)
+        read of shared memory before the copy that overwrites it, and that output needs all of the warp's S,
+        hence whatever the warp has read of the slot. (Freed behind its own chunk's reads, which the hardware
+        may still have had in its queue, a slot was overwritten too early in builds that store much.)
         """
         p = self.plan
         _, base, full, free, _, _, chunks = records
@@ -655,14 +821,16 @@ class KdaForward:
             last = slot - 1  # of the chunk before
             if slot == 0:
                 last = I32(p.stages - 1)
+            where = cute.assume(slot * p.stage_bytes, ALIGNMENT_BYTES)
+            R, O = self.enter(S, base, where, chunk, w, lane)
             self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
-            O, U = self.step(S, base, cute.assume(slot * p.stage_bytes, ALIGNMENT_BYTES), slot, w, lane)
+            U = self.leave(S, R, O, base, where, slot, w, lane)
             self.write(rows, base, chunk, O, w, lane)
             if cutlass.const_expr(p.copy == "bulk"):
                 if chunk > 0 and lane == 0:
                     cute.arch.mbarrier_arrive(free + last)
             if cutlass.const_expr(p.debug):
-                self.write_debug(records, rows, debug, chunk, S, U, lane)
+                self.write_debug(records, rows, debug, chunk, S, U, w, lane)
             slot = slot + 1
             if slot == p.stages:
                 slot, phase = I32(0), phase ^ 1
@@ -686,9 +854,9 @@ class KdaForward:
     def fetch_later(self, records, rows, chunk, slot, phase, last, w, lane, tx):
         """What a warp fetches while it works on `chunk`, whose slot and phase are given.
 
-        What threads copy goes `stages` − 1 chunks ahead, to the slot of the chunk before, which all of them
-        have left. A bulk copy goes `stages` − 2 ahead, to the slot before that one, once `free` tells that
-        all warps have left it.
+        What threads copy goes `stages` − 1 chunks ahead, to the slot of the chunk before, which all who read
+        it have left: they have met since. A bulk copy goes `stages` − 2 ahead, to the slot before that one,
+        once `free` tells that all warps have left it.
         """
         p = self.plan
         _, base, _, free, _, _, chunks = records
@@ -707,48 +875,98 @@ class KdaForward:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def step(self, S, base, where, slot, w, lane):
-        """One chunk: S moves on. The warp's (O, U), both [16 values, 16 tokens] in accumulators (4, 2)."""
+    def enter(self, S, base, where, chunk, w, lane):
+        """What a chunk reads of the state, which then decays: (KW S, QG S) transposed, the warp's S moved on.
+
+        Both [16 values, tokens] in accumulators (4, chunk / 8); of QG S the warp's own spans only.
+        """
         p = self.plan
-        at = p.record_offsets
+        at, first = p.record_offsets, w % p.key_warps * p.keys
         entering = self.entering(S)
         self.read_anew()
-        R = self.contract(entering, base, where + at["kw"], lane)
-        self.forget(S, base, where + at["end"], lane)
-        O = self.contract(entering, base, where + at["qg"], lane)
-        patch = self.patch("values", slot, w)
-        values = fragment(base, patch + p.square_byte(p.right_row(lane), p.right_column(lane)), True)
-        U = self.correct(values, R, base, where + at["x"], lane)
+        R = self.contract(entering, base, where + at["kw"], first, (*range(p.spans),), lane)
+        self.forget(S, base, where + at["end"], first, lane)
+        turned = [p.turned(s, w % p.key_warps) for s in range(p.spans)]
+        O = self.contract(entering, base, where + at["qg"], first, turned, lane)
+        if cutlass.const_expr(p.key_warps > 1):
+            self.exchange(R, O, base, chunk, w, lane)
+        return R, O
+
+    @cute.jit
+    def leave(self, S, R, O, base, where, slot, w, lane):
+        """U of the chunk, [16 values, tokens] in accumulators; S and the warp's own spans of O move on."""
+        p = self.plan
+        at = p.record_offsets
+        U = self.correct(R, base, self.values(slot, w), where + at["x"], lane)
         left = rounded(U)
         self.read_anew()
-        self.update(S, left, base, where + at["kg"], lane)
-        self.output(O, left, base, where + at["m"], lane)
-        return O, U
+        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)
+        for s in cutlass.range_constexpr(p.own_spans):
+            self.output(columns(O, s), left, base, where + at["m"], p.turned(s, w % p.key_warps), lane)
+        return U
 
     # EVOLVE-BEGIN contract
     @cute.jit
-    def contract(self, entering, base, where, lane):
-        """Sᵀ times KW or QG transposed: [16 values, 16 tokens] in accumulators (4, 2)."""
+    def contract(self, entering, base, where, first, spans, lane):
+        """Sᵀ times KW or QG transposed over the keys from `first` on: accumulators (4, chunk / 8), spans as
+        they are listed."""
         p = self.plan
-        sums = [zeros(4, 2) for _ in range(p.partials)]
-        for kk in cutlass.range_constexpr(p.K // TILE):
-            byte = p.panel_byte(p.right_row(lane), kk * TILE + p.right_column(lane))
-            multiply(sums[kk % p.partials], entering[None, kk], fragment(base, where + byte, False))
+        sums = [zeros(4, 2 * p.spans) for _ in range(p.partials)]
+        for kk in cutlass.range_constexpr(p.keys // TILE):
+            for s in cutlass.range_constexpr(p.spans):
+                byte = p.panel_byte(p.right_row(lane), first + kk * TILE + p.right_column(lane))
+                keys = fragment(base, where + spans[s] * (SPAN * 128) + byte, False)
+                multiply(columns(sums[kk % p.partials], s), entering[None, kk], keys)
         for other in sums[1:]:
-            for i in cutlass.range_constexpr(8):
+            for i in cutlass.range_constexpr(8 * p.spans):
                 sums[0][i] = sums[0][i] + other[i]
         return sums[0]
 
     # EVOLVE-END contract
 
+    @cute.jit
+    def exchange(self, R, O, base, chunk, w, lane):
+        """R ← the sum of the strip's warps, the same bits in all; O ← that of the warp's own spans."""
+        p = self.plan
+        mine = self.partial(chunk, w, lane)
+        for s in cutlass.range_constexpr(p.spans):
+            self.move_partial(base, mine + p.partial_sum(s), columns(R, s), False)
+        for s in cutlass.range_constexpr(p.own_spans, p.spans):
+            self.move_partial(base, mine + p.partial_output(s), columns(O, s), False)
+        cute.arch.barrier(barrier_id=1 + w // p.key_warps, number_of_threads=WARP * p.key_warps)
+        for distance in cutlass.range_constexpr(1, p.key_warps):
+            theirs = self.partial(chunk, w ^ distance, lane)
+            for s in cutlass.range_constexpr(p.spans):
+                self.add_partial(base, theirs + p.partial_sum(s), columns(R, s))
+            for s in cutlass.range_constexpr(p.own_spans):
+                self.add_partial(base, theirs + p.partial_output(p.told(s, distance)), columns(O, s))
+
+    def partial(self, chunk, w, lane):
+        """Where a warp's lane finds what the warp tells of a chunk."""
+        p = self.plan
+        return p.shared_offsets["partial"] + (chunk % 2 * p.warps + w) * p.partial_bytes + lane * 16
+
+    def move_partial(self, base, where, block, load):
+        """A lane's accumulators (4, 2), 16 bytes at a time; those of a warp's lanes lie side by side."""
+        for j in range(2):
+            near, far = block[None, j], place(base, where + j * (WARP * 16), F32, 4, 16)
+            cute.autovec_copy(far, near) if load else cute.autovec_copy(near, far)
+
+    def add_partial(self, base, where, block):
+        other = cute.make_rmem_tensor((4, 2), F32)
+        self.move_partial(base, where, other, True)
+        for i in range(8):
+            block[i] = block[i] + other[i]
+
     # EVOLVE-BEGIN forget
     @cute.jit
-    def forget(self, S, base, where, lane):
-        """Sᵀ ← Sᵀ Diag(END): block j of 8 channels has the lane's two of them."""
+    def forget(self, S, base, where, first, lane):
+        """Sᵀ ← Sᵀ Diag(END) for keys from `first` on: block j of 8 channels has the lane's two of them."""
         p = self.plan
-        for j in cutlass.range_constexpr(p.K // 8):
+        for j in cutlass.range_constexpr(p.keys // 8):
             end = cute.make_rmem_tensor(2, F32)
-            cute.autovec_copy(place(base, where + p.product_column(lane, 0, j) * 4, F32, 2, 8), end)
+            byte = (first + p.product_column(lane, 0, j)) * 4
+            cute.autovec_copy(place(base, where + byte, F32, 2, 8), end)
             block = self.block(S, j, 1)
             for e in cutlass.range_constexpr(4):
                 block[e] = block[e] * end[e % 2]
@@ -758,38 +976,49 @@ class KdaForward:
 
     # EVOLVE-BEGIN correct
     @cute.jit
-    def correct(self, values, R, base, where, lane):
-        """Uᵀ = (V − R)ᵀ Xᵀ."""
+    def correct(self, R, base, values, where, lane):
+        """Uᵀ = (V − R)ᵀ Xᵀ, X block by block on and below its diagonal."""
         p = self.plan
-        for i in cutlass.range_constexpr(8):
-            R[i] = values[i].to(F32) - R[i]
-        U = zeros(4, 2)
-        x = fragment(base, where + p.square_byte(p.right_row(lane), p.right_column(lane)), False)
-        multiply(U, rounded(R)[None, 0], x)
+        square = p.square_byte(p.right_row(lane), p.right_column(lane))
+        for s in cutlass.range_constexpr(p.spans):
+            value = fragment(base, values + s * SQUARE_BYTES + square, True)
+            for i in cutlass.range_constexpr(8):
+                R[8 * s + i] = value[i].to(F32) - R[8 * s + i]
+        wanted = rounded(R)
+        U = zeros(4, 2 * p.spans)
+        for j in cutlass.range_constexpr(p.spans):
+            for i in cutlass.range_constexpr(j, p.spans):
+                x = fragment(base, where + p.block_byte(i, j) + square, False)
+                multiply(columns(U, i), wanted[None, j], x)
         return U
 
     # EVOLVE-END correct
 
     # EVOLVE-BEGIN update
     @cute.jit
-    def update(self, S, left, base, where, lane):
-        """Sᵀ ← Sᵀ + Uᵀ KG."""
+    def update(self, S, left, base, where, first, lane):
+        """Sᵀ ← Sᵀ + Uᵀ KG for keys from `first` on."""
         p = self.plan
-        for jj in cutlass.range_constexpr(p.K // TILE):
-            byte = p.panel_byte(p.left_row(lane), jj * TILE + p.left_column(lane))
+        for jj in cutlass.range_constexpr(p.keys // TILE):
             two = self.block(S, 2 * jj, 2)
-            multiply(two, left[None, 0], fragment(base, where + byte, True))
+            for s in cutlass.range_constexpr(p.spans):
+                byte = p.panel_byte(p.left_row(lane), first + jj * TILE + p.left_column(lane))
+                keys = fragment(base, where + s * (SPAN * 128) + byte, True)
+                multiply(two, left[None, s], keys)
             self.keep(S, 2 * jj, two)
 
     # EVOLVE-END update
 
     # EVOLVE-BEGIN output
     @cute.jit
-    def output(self, O, left, base, where, lane):
-        """Oᵀ ← Oᵀ + Uᵀ Mᵀ."""
+    def output(self, O, left, base, where, span, lane):
+        """Oᵀ ← Oᵀ + Uᵀ Mᵀ for one span of tokens, from those up to it."""
         p = self.plan
-        m = fragment(base, where + p.square_byte(p.right_row(lane), p.right_column(lane)), False)
-        multiply(O, left[None, 0], m)
+        square = p.square_byte(p.right_row(lane), p.right_column(lane))
+        for j in cutlass.range_constexpr(p.spans):
+            if j <= span:
+                m = fragment(base, where + p.block_byte(span, j) + square, False)
+                multiply(O, left[None, j], m)
 
     # EVOLVE-END output
 
@@ -798,24 +1027,28 @@ class KdaForward:
         """Turn Oᵀ through the warp's patch of shared memory; then 16 bytes of a token's row for each lane."""
         p = self.plan
         _, mO, hv, HV, column, begin, end = rows
-        patch = self.patch("outputs", 0, w)
+        patch = p.shared_offsets["outputs"] + w * (p.own_spans * SQUARE_BYTES)
         cute.arch.sync_warp()
-        cute.copy(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16),
-            rounded(O)[None, 0],
-            place(base, patch + p.square_byte(p.right_row(lane), p.right_column(lane)), BF16, PIECE, 16),
-        )
+        for s in cutlass.range_constexpr(p.own_spans):
+            byte = s * SQUARE_BYTES + p.square_byte(p.right_row(lane), p.right_column(lane))
+            cute.copy(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BF16),
+                rounded(columns(O, s))[None, 0],
+                place(base, patch + byte, BF16, PIECE, 16),
+            )
         cute.arch.sync_warp()
         token, half = lane // 2, lane % 2 * PIECE
-        t = begin + chunk * CHUNK + token
-        if t < end:
-            row = cute.make_rmem_tensor(PIECE, BF16)
-            cute.autovec_copy(place(base, patch + p.square_byte(token, half), BF16, PIECE, 16), row)
-            offset = cute.assume(I64(t) * row_stride(mO) + (hv * p.V + column + half), divby=PIECE)
-            cute.autovec_copy(row, cute.make_tensor(mO.iterator + offset, cute.make_layout(PIECE)))
+        for s in cutlass.range_constexpr(p.own_spans):
+            t = begin + chunk * p.chunk + p.turned(s, w % p.key_warps) * SPAN + token
+            if t < end:
+                row = cute.make_rmem_tensor(PIECE, BF16)
+                byte = s * SQUARE_BYTES + p.square_byte(token, half)
+                cute.autovec_copy(place(base, patch + byte, BF16, PIECE, 16), row)
+                offset = cute.assume(I64(t) * row_stride(mO) + (hv * p.V + column + half), divby=PIECE)
+                cute.autovec_copy(row, cute.make_tensor(mO.iterator + offset, cute.make_layout(PIECE)))
 
     @cute.jit
-    def write_debug(self, records, rows, debug, chunk, S, U, lane):
+    def write_debug(self, records, rows, debug, chunk, S, U, w, lane):
         """U and the state after the chunk to the workspace."""
         p = self.plan
         mWork, N, T = debug
@@ -823,18 +1056,20 @@ class KdaForward:
         _, _, _, _, column, _, _ = rows
         where = p.workspace(I64(N), T, I64(HV))
         record = first + I64(chunk) * HV
+        share = w % p.key_warps
         floats = cute.recast_ptr(mWork.iterator, dtype=F32)
         for e in cutlass.range_constexpr(4):
             value = column + p.product_row(lane, e)
-            for j in cutlass.range_constexpr(2):
-                token = p.product_column(lane, e, j)
-                at = (record * CHUNK + token) * p.V + value
-                (floats + (where["u"] // 4 + at)).store(U[e, j])
-            for j in cutlass.range_constexpr(p.K // 8):
-                at = (record * p.V + value) * p.K + p.product_column(lane, e, j)
+            if share == 0:
+                for j in cutlass.range_constexpr(2 * p.spans):
+                    token = p.product_column(lane, e, j)
+                    at = (record * p.chunk + token) * p.V + value
+                    (floats + (where["u"] // 4 + at)).store(U[e, j])
+            for j in cutlass.range_constexpr(p.keys // 8):
+                at = (record * p.V + value) * p.K + share * p.keys + p.product_column(lane, e, j)
                 (floats + (where["state"] // 4 + at)).store(S[e, j])
 
-    # The state: accumulators (4, K / 8) of a lane, or as many in shared memory, 16 bytes of a lane together
+    # The state: accumulators (4, keys / 8) of a lane, or as many in shared memory, 16 bytes of one together
 
     def block(self, S, j, count: cutlass.Constexpr):
         """Registers (4, count) with blocks j … of 8 channels: S itself, or a copy for `keep` to put back."""
@@ -856,23 +1091,23 @@ class KdaForward:
             cute.arch.sync_warp()
 
     def entering(self, S):
-        """S as left operands (8, K / 16), bf16."""
+        """S as left operands (8, keys / 16), bf16."""
         p = self.plan
-        left = cute.make_rmem_tensor((PIECE, p.K // TILE), BF16)
-        for kk in range(p.K // TILE):
+        left = cute.make_rmem_tensor((PIECE, p.keys // TILE), BF16)
+        for kk in range(p.keys // TILE):
             cute.autovec_copy(rounded(self.block(S, 2 * kk, 2))[None, 0], left[None, kk])
         return left
 
     @cute.jit
     def initial_state(self, mInitial, first, base, w, lane):
-        """The warp's columns from [N, HV, V, K], or zeros."""
+        """The warp's columns and keys from [N, HV, V, K], or zeros."""
         p = self.plan
-        S = zeros(4, p.K // 8)
+        S = zeros(4, p.keys // 8)
         if cutlass.const_expr(p.state == "shared"):
-            offset = p.shared_offsets["state"] + w * (TILE * p.K * 4) + lane * 16
-            layout = cute.make_layout((4, p.K // 8), stride=(1, 4 * WARP))
+            offset = p.shared_offsets["state"] + w * (TILE * p.keys * 4) + lane * 16
+            layout = cute.make_layout((4, p.keys // 8), stride=(1, 4 * WARP))
             S = cute.make_tensor(place(base, offset, F32, 4, 16).iterator, layout)
-            for j in cutlass.range_constexpr(p.K // 8):
+            for j in cutlass.range_constexpr(p.keys // 8):
                 self.keep(S, j, zeros(4, 1))
         if cute.size(mInitial, mode=[0]) > 0:
             self.move_state(mInitial, first, S, lane, True)
@@ -880,17 +1115,17 @@ class KdaForward:
 
     @cute.jit
     def final_state(self, mFinal, first, S, lane):
-        """The warp's columns to [N, HV, V, K], unless the tensor is empty."""
+        """The warp's columns and keys to [N, HV, V, K], unless the tensor is empty."""
         if cute.size(mFinal, mode=[0]) > 0:
             self.move_state(mFinal, first, S, lane, False)
 
     @cute.jit
     def move_state(self, m, first, S, lane, load: cutlass.Constexpr):
-        """Between global memory, `first` (sequence, value head, column) on, and S, two channels at a time."""
+        """Between global memory, `first` (sequence, value head, column, key) on, and S, two keys a time."""
         p = self.plan
-        n, hv, column = first
-        first = I64(n) * m.stride[0] + (I64(hv) * p.V + column) * p.K
-        for j in cutlass.range_constexpr(p.K // 8):
+        n, hv, column, key = first
+        first = I64(n) * m.stride[0] + (I64(hv) * p.V + column) * p.K + key
+        for j in cutlass.range_constexpr(p.keys // 8):
             block = self.block(S, j, 1)
             for half in cutlass.range_constexpr(2):
                 offset = p.product_row(lane, 2 * half) * p.K + p.product_column(lane, 0, j)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 WARP = 32
-CHUNK = 16  # tokens whose decays share one anchor: 16 at −5 a token reach e^80, which fp32 and bf16 hold
-TILE = 16  # rows of a warp's matrix product, and columns of Sᵀ that it works on at once
+SPAN = 16  # tokens whose decays share one anchor: 16 at −5 a token reach e^80, which fp32 and bf16 hold
+TILE = 16  # rows of a warp's matrix product, and columns of S that it works on at once
+SQUARE_BYTES = SPAN * SPAN * 2  # of a block of X or M, and of a patch of SPAN tokens × TILE values
 PANEL = 64  # channels in one row of 128 bytes
 SHARED_LIMIT_BYTES = (
     227 * 1024
@@ -30,15 +31,17 @@ class Plan:
 
     The unit of work between them is the record of one chunk and value head, an image of what the recurrence
     wants in shared memory: five matrices of bf16 (`KW` k e^G, `QG` scale q e^G, `KG` k e^{G_C − G}, each
-    [CHUNK, K]; `X` (I + L)⁻¹ Diag(beta) and `M` tril(QG (k e^−G)ᵀ), each [CHUNK, CHUNK]) and `END` e^{G_C}
-    in fp32 [K].
+    [chunk, K]; `X` (I + L)⁻¹ Diag(beta) and `M` tril(QG (k e^−G)ᵀ), of which the blocks of SPAN × SPAN on and
+    below the diagonal) and `END` e^{G_C} in fp32 [K].
     """
 
     K: int
     V: int
     production: bool
     io_bytes: int
+    chunk: int
     value_tile: int
+    key_warps: int
     stages: int
     copy: str
     loader: str
@@ -63,7 +66,9 @@ class Plan:
             V=number["V"],
             production=bool(number["PRODUCTION"]),
             io_bytes=2 if number["IO_BF16"] else 4,
+            chunk=number["CHUNK"],
             value_tile=number["VALUE_TILE"],
+            key_warps=number["KEY_WARPS"],
             stages=number["STAGES"],
             copy=str(constants["COPY"]),
             loader=str(constants["LOADER"]),
@@ -83,6 +88,11 @@ class Plan:
     # The record
 
     @property
+    def spans(self) -> int:
+        """Of a chunk; each has an anchor of its own."""
+        return self.chunk // SPAN
+
+    @property
     def panels(self) -> int:
         """Blocks of 64 channels."""
         return self.K // PANEL
@@ -90,8 +100,8 @@ class Plan:
     @property
     def record_offsets(self) -> dict[str, int]:
         """First byte of each part."""
-        wide, square = self.panels * CHUNK * 128, CHUNK * CHUNK * 2
-        parts = {"kw": wide, "qg": wide, "kg": wide, "x": square, "m": square, "end": self.K * 4}
+        wide, lower = self.panels * self.chunk * 128, self.block_byte(self.spans, 0)
+        parts = {"kw": wide, "qg": wide, "kg": wide, "x": lower, "m": lower, "end": self.K * 4}
         placed, first = {}, 0
         for name, size in parts.items():
             placed[name] = first
@@ -107,14 +117,22 @@ class Plan:
         """A record's place in shared memory."""
         return _rounded(self.record_bytes, ALIGNMENT_BYTES)
 
-    def panel_byte(self, row: Any, column: Any) -> Any:
-        """Byte of an element of a [CHUNK, K] part: panels of 64 channels, 16-byte pieces swizzled by row."""
+    def panel_byte(self, row: Any, column: Any, rows: Any = None) -> Any:
+        """Byte of an element of a [rows, K] part: panels of 64 channels, 16-byte pieces swizzled by row.
+
+        A part of a record has `chunk` rows, which is what is meant where none are named.
+        """
         inner = column % PANEL * 2
-        return column // PANEL * (CHUNK * 128) + row * 128 + (inner ^ (row % 8 * 16))
+        panel = (self.chunk if rows is None else rows) * 128
+        return column // PANEL * panel + row * 128 + (inner ^ (row % 8 * 16))
 
     def square_byte(self, row: Any, column: Any) -> Any:
-        """Byte of an element of a [16, 16] part or patch of bf16: the halves of rows 4–7, 12–15 swapped."""
+        """Byte of an element of a [16, 16] block or patch of bf16: the halves of rows 4–7, 12–15 swapped."""
         return row * 32 + ((column * 2) ^ (row // 4 % 2 * 16))
+
+    def block_byte(self, i: Any, j: Any) -> Any:
+        """First byte of block (i, j) of X or M, i ≥ j: one row of blocks after another, no zeros."""
+        return (i * (i + 1) // 2 + j) * SQUARE_BYTES
 
     # What lanes hand to ldmatrix: lane 8 i + r the address of row r of the i-th 8 × 8 matrix.
 
@@ -143,9 +161,18 @@ class Plan:
     # Prepare
 
     @property
-    def unit_threads(self) -> int:
-        """Of one chunk and head: two neighbouring channels each."""
+    def span_threads(self) -> int:
+        """Of one span and head: two neighbouring channels each."""
         return self.K // 2
+
+    @property
+    def span_warps(self) -> int:
+        return self.span_threads // WARP
+
+    @property
+    def unit_threads(self) -> int:
+        """Of one chunk and head."""
+        return self.spans * self.span_threads
 
     @property
     def unit_warps(self) -> int:
@@ -156,12 +183,23 @@ class Plan:
         return self.units * self.unit_threads
 
     @property
+    def near_rows(self) -> int:
+        """Of parts whose anchor is the border of their own span, where that is not the chunk's."""
+        return self.chunk - SPAN
+
+    @property
     def unit_arrays(self) -> dict[str, int]:
         """Bytes in shared memory of one unit, in order: the record first."""
+        near = self.panels * self.near_rows * 128
         return {
             "record": self.stage_bytes,
-            "raised k": self.panels * CHUNK * 128,
-            "lower": CHUNK * CHUNK * 4,
+            "raised k": self.panels * self.chunk * 128,
+            "near kw": near,
+            "near qg": near,
+            "near kg": near,
+            "across": 2 * SQUARE_BYTES if self.spans > 1 else 0,
+            "lower": self.spans * SPAN * SPAN * 4,
+            "ends": self.spans * self.K * 4 if self.spans > 1 else 0,
             "sums": self.unit_warps * WARP * 4,
             "factors": self.unit_warps * WARP * 4,
         }
@@ -184,20 +222,46 @@ class Plan:
 
     @property
     def prepare_registers(self) -> int:
-        """Estimate: q, k, g of two channels as they came, the raised keys, addressing."""
-        raw = CHUNK * 2 * (2 * self.io_bytes + self.gate_bytes) // 4
-        return raw + CHUNK * 2 + 16
+        """Estimate: q, k, g of two channels of a span as they came, their decays, addressing."""
+        raw = SPAN * 2 * (2 * self.io_bytes + self.gate_bytes) // 4
+        return raw + SPAN * 2 + 16
 
     # Recurrence
 
     @property
-    def warps(self) -> int:
-        """That compute; each has 16 columns of S."""
+    def strips(self) -> int:
+        """Of 16 columns of S in one block."""
         return self.value_tile // TILE
+
+    @property
+    def warps(self) -> int:
+        """That compute: `key_warps` to a strip, each with its share of the keys."""
+        return self.strips * self.key_warps
+
+    @property
+    def keys(self) -> int:
+        """Rows of S that one warp has."""
+        return self.K // self.key_warps
+
+    @property
+    def own_spans(self) -> int:
+        """Of a chunk whose outputs one warp finishes and writes, and whose values it fetches."""
+        return self.spans // self.key_warps
 
     @property
     def recurrence_threads(self) -> int:
         return WARP * (self.warps + (1 if self.loader == "warp" else 0))
+
+    def turned(self, s: Any, share: Any) -> Any:
+        """The span that comes s-th for the warp with that share of the keys: its own come first.
+
+        Itself the other way round.
+        """
+        return s if self.key_warps == 1 else s ^ (share * self.own_spans)
+
+    def told(self, s: int, distance: int) -> int:
+        """What comes s-th for a warp comes so-manieth for the one whose share is its own xor `distance`."""
+        return s ^ (distance * self.own_spans)
 
     @property
     def tiles(self) -> int:
@@ -211,15 +275,31 @@ class Plan:
 
     @property
     def shared_arrays(self) -> dict[str, int]:
-        """Bytes of each array of the recurrence, in order; a patch is a warp's 16 tokens × 16 values."""
-        patch = CHUNK * TILE * 2
+        """Bytes of each array of the recurrence, in order."""
         return {
             "records": self.stages * self.stage_bytes,
-            "values": self.stages * self.warps * patch,
-            "outputs": self.warps * patch,
-            "state": self.warps * TILE * self.K * 4 if self.state == "shared" else 0,
+            "values": self.stages * self.strips * self.spans * SQUARE_BYTES,
+            "outputs": self.warps * self.own_spans * SQUARE_BYTES,
+            "partial": 2 * self.warps * self.partial_bytes,
+            "state": self.warps * TILE * self.keys * 4 if self.state == "shared" else 0,
             "barriers": 2 * self.stages * 8,
         }
+
+    @property
+    def partial_bytes(self) -> int:
+        """What a warp tells the others of its strip: its sums over keys, of outputs those it does not write.
+
+        There are two such places, for even and odd chunks: none is written again before all have read it.
+        """
+        return self.partial_output(self.spans) if self.key_warps > 1 else 0
+
+    def partial_sum(self, s: int) -> int:
+        """First byte of the s-th span of KW S, fp32, among what a warp tells."""
+        return s * (SPAN * TILE * 4)
+
+    def partial_output(self, s: int) -> int:
+        """First byte of the s-th span of QG S, which is not the warp's own."""
+        return self.partial_sum(self.spans + s - self.own_spans)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
@@ -236,8 +316,8 @@ class Plan:
     @property
     def recurrence_registers(self) -> int:
         """Estimate: the state in fp32 and rounded, accumulators, fragments on their way, addressing."""
-        held = self.K // 2 if self.state == "registers" else 0
-        return held + self.K // 4 + 8 * (2 * self.partials + 1) + 34
+        held = self.keys // 2 if self.state == "registers" else 0
+        return held + self.keys // 4 + 8 * self.spans * (2 * self.partials + 1) + 34
 
     # Both
 
@@ -257,24 +337,24 @@ class Plan:
     def slots(self, N: Any, T: Any) -> Any:
         """Places for chunks. Sequence n has those from `first_slot` on: no table, and no two meet.
 
-        A sequence of l tokens from token t has ⌈l / 16⌉ ≤ ⌊(t mod 16 + l) / 16⌋ + 1 chunks, what lies between
-        its first slot and the next one's; N of the places at most stay empty.
+        A sequence of l tokens from token t has ⌈l / C⌉ ≤ ⌊(t mod C + l) / C⌋ + 1 chunks of C tokens, what
+        lies between its first slot and the next one's; N of the places at most stay empty.
         """
-        return T // CHUNK + N
+        return T // self.chunk + N
 
     def first_slot(self, n: Any, begin: Any) -> Any:
         """Of sequence n, whose first token is `begin`."""
-        return begin // CHUNK + n
+        return begin // self.chunk + n
 
     def workspace(self, N: Any, T: Any, HV: Any) -> dict[str, Any]:
         """First byte of each part: records [slots, HV], order [N] int32, and of a debug build u and state.
 
-        u [slots, HV, CHUNK, V] and state [slots, HV, V, K] after each chunk are fp32; `end` closes the list.
+        u [slots, HV, chunk, V] and state [slots, HV, V, K] after each chunk are fp32; `end` closes the list.
         """
         records = self.slots(N, T) * HV
         placed = {"records": T * 0, "order": records * self.record_bytes}
         placed["u"] = placed["order"] + (N * 4 + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        placed["state"] = placed["u"] + (records * (CHUNK * self.V * 4) if self.debug else T * 0)
+        placed["state"] = placed["u"] + (records * (self.chunk * self.V * 4) if self.debug else T * 0)
         placed["end"] = placed["state"] + (records * (self.V * self.K * 4) if self.debug else T * 0)
         return placed
 
@@ -297,6 +377,8 @@ class Plan:
         return None
 
     def _why_not_roles(self) -> str | None:
+        if self.key_warps > self.spans:
+            return f"key_warps {self.key_warps}: each writes whole spans, and a chunk has {self.spans}"
         if self.copy == "cp.async" and self.loader == "warp":
             return "cp.async is issued by the threads that compute: loader must be inline"
         return None

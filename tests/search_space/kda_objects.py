@@ -54,7 +54,7 @@ class Planted:
     knobs: Mapping[str, Constant]
 
 
-_STEP = "            O, U = self.step(S, base, "
+_ENTER = "            R, O = self.enter(S, base, "
 _WRITE = "            self.write(rows, base, chunk, O, w, lane)\n"
 _FULL = "                cute.arch.mbarrier_wait(full + slot, phase)\n            else:\n"
 _FREE = "                    cute.arch.mbarrier_arrive(free + last)\n"
@@ -64,8 +64,9 @@ PLANTED: Mapping[str, Planted] = {
         CHUNKED,
         (
             (
-                _STEP,
-                "            if lane == 0:\n                cute.arch.mbarrier_arrive(free + slot)\n" + _STEP,
+                _ENTER,
+                "            if lane == 0:\n                cute.arch.mbarrier_arrive(free + slot)\n"
+                + _ENTER,
             ),
             (_FREE, "                    pass\n"),
         ),
@@ -192,13 +193,23 @@ def sanitized() -> tuple[Configuration, ...]:
     changes: tuple[dict[str, Constant], ...] = (
         {},
         {"loader": "inline", "stages": 3},
-        {"copy": "cp.async", "loader": "inline", "value_tile": 32},
+        {"chunk": 16, "copy": "cp.async", "loader": "inline", "value_tile": 32},
+        {"key_warps": 2},
         {"state": "shared", "stages": 3, "value_tile": 32},
         {"state": "shared", "loader": "inline", "order": "longest", "start": "early", "units": 1},
-        {"copy": "cp.async", "loader": "inline", "state": "shared", "inverse": "halves", "value_tile": 32},
+        {
+            "copy": "cp.async",
+            "loader": "inline",
+            "state": "shared",
+            "inverse": "halves",
+            "key_warps": 2,
+            "value_tile": 32,
+            "stages": 3,
+        },
     )
     found = [Configuration(CHUNKED, replace(chunked, **change), spec) for change in changes]
-    found.append(Configuration(CHUNKED, replace(chunked, sweep="backward", units=4, prepare_blocks=2), plain))
+    four = replace(chunked, chunk=16, sweep="backward", units=4, prepare_blocks=2)
+    found.append(Configuration(CHUNKED, four, plain))
     found.append(Configuration(TOKEN, token, spec))
     found.append(Configuration(TOKEN, replace(token, unroll=2, state="shared", stages=1), plain))
     for each in found:
