@@ -81,6 +81,7 @@ class SearchTable(_Table):
 
     sampler: str = "pool"
     batch: int = Field(default=8, gt=0, le=1024)
+    ahead: bool = False
     warmup: int = Field(default=6, gt=0)
 
 

@@ -92,7 +92,7 @@ def decide(settings: Settings, history: History, legal_count: int | None = None)
     slots = [
         Slot(entry.asked.index, entry.asked.branch, "retry", entry.asked.knobs)
         for entry in history.entries
-        if entry.judged is None
+        if entry.judged is None and entry.asked.step != history.in_flight
     ]
     left = settings.trials - len(history.entries)
     for branch in history.branches:

@@ -51,6 +51,7 @@ class History:
         retries: how often each candidate met trouble that was not its own, by index.
         steps: the number of steps begun.
         contests, confirmations: of champions, in order.
+        in_flight: the step whose results are not to be looked at yet, if there is one.
     """
 
     begun: StudyBegun
@@ -61,6 +62,7 @@ class History:
     steps: int = 0
     contests: tuple[Contest, ...] = ()
     confirmations: tuple[Confirmation, ...] = ()
+    in_flight: int | None = None
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -70,6 +72,11 @@ class History:
     def judged(self) -> list[Entry]:
         """Candidates with a verdict, in the order of their index."""
         return [entry for entry in self.entries if entry.passed or entry.failed]
+
+    @property
+    def flying(self) -> frozenset[int]:
+        """Trials of the step in flight."""
+        return frozenset(e.asked.trial for e in self.entries if e.asked.step == self.in_flight)
 
     @property
     def elapsed_s(self) -> float:
@@ -133,8 +140,8 @@ def load(directory: Path) -> History:
     return fold(records)
 
 
-def fold(records: Sequence[Record], before_step: int | None = None) -> History:
-    """The state that the records tell, or told at the beginning of a step.
+def fold(records: Sequence[Record], before_step: int | None = None, in_flight: int | None = None) -> History:
+    """The state that the records tell, or told at the beginning of a step, another one being in flight.
 
     Raises StudyError when the first record is not the study's.
     """
@@ -151,6 +158,8 @@ def fold(records: Sequence[Record], before_step: int | None = None) -> History:
     for record in records:
         step = getattr(record, "step", None)
         if before_step is not None and step is not None and step >= before_step:
+            continue
+        if isinstance(record, Judged) and record.step == in_flight:
             continue
         steps = max(steps, step + 1) if step is not None else steps
         match record:
@@ -178,4 +187,5 @@ def fold(records: Sequence[Record], before_step: int | None = None) -> History:
         steps,
         tuple(contests),
         tuple(confirmations),
+        in_flight,
     )

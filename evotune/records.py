@@ -4,7 +4,9 @@ A step asks for a batch of candidates and, when one is due, for a proposal. Its 
 
     ask ask …   branch | refusal (if a proposal was due)   result result …   promotion | confirmation …
 
-so that a step with a result has all its asks, and what a step decided depends on earlier steps only.
+so that a step with a result has all its asks, and what a step decided depends on earlier steps only. Where
+steps are asked ahead, the asks and the proposal of one come before the first result of the step before it,
+which it does not depend on then.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """The study loop: decide, ask, judge, record, tell.
 
-A step asks for a batch, submits all of it, lets a mutator work while the device does, and collects in order.
+A step asks for a batch, submits all of it, lets a mutator work while the device does, and collects in order;
+where the study says so, the next step is asked for before that, without a look at results on their way.
 Each result is in the journal, synced, before Optuna is told, and notes and artifacts are attached before
 that, since a finished trial is immutable. Between steps, and at the end, challengers meet champions. After an
 interruption the last step is taken up where it stopped: what was asked is asked again with the same knobs, so
@@ -67,6 +68,7 @@ class Stop:
         return self.signal != 0
 
 
+Flight = tuple[Asked, Future[Evaluation]]
 Planner = Callable[[Setup, History], Plan]
 
 
@@ -133,21 +135,51 @@ class StudyRun:
         return end
 
     def _search(self) -> End:
-        step = max(self.history.steps - 1, 0)  # the last step may have been cut short
+        # The last steps may have been cut short: one, or two where one was asked ahead.
+        step = max(self.history.steps - (2 if self._ahead else 1), 0)
         while True:
             self._refuse_broken_baseline()
-            if self._stop.requested:
-                return End.STOPPED
-            if self._out_of_time():
-                return End.TIME
-            before = fold(self.opened.records, before_step=step)
+            end = self._cut_short()
+            flights = self._begin(step, landed=True) if end is None else None
+            if flights is None:
+                return end or self._finished()
+            while flights is not None:
+                step += 1
+                following = None
+                if self._ahead and self._cut_short() is None:
+                    following = self._begin(step, landed=False)
+                self._land(flights)
+                self._promote(over=False)
+                flights = following
+
+    @property
+    def _ahead(self) -> bool:
+        return self.setup.config.search.ahead
+
+    def _cut_short(self) -> End | None:
+        """Why nothing more is to be asked for, if so."""
+        if self._stop.requested:
+            return End.STOPPED
+        return End.TIME if self._out_of_time() else None
+
+    def _finished(self) -> End:
+        done = len(self.history.entries) >= self.setup.config.study.trials
+        return End.TRIALS if done else End.EXHAUSTED
+
+    def _begin(self, step: int, *, landed: bool) -> list[Flight] | None:
+        """Ask for a step and submit it, or what is left of it; None when there is nothing to do.
+
+        With steps asked ahead it never depends on results of the step before it, whether they are there or
+        not, so that an interruption changes nothing. Only where nothing can be planned without them, and the
+        step before has `landed`, it does.
+        """
+        views = [step - 1] if self._ahead else []
+        for in_flight in (*views, *([None] if landed else [])):
+            before = fold(self.opened.records, before_step=step, in_flight=in_flight)
             plan = self._decisions.plan(self.setup, before)
-            if not plan.slots and plan.mutation is None:
-                done = len(before.entries) >= self.setup.config.study.trials
-                return End.TRIALS if done else End.EXHAUSTED
-            self._take(Plan(step, plan.slots, plan.mutation), before)
-            self._promote(over=False)
-            step += 1
+            if plan.slots or plan.mutation is not None:
+                return self._launch(Plan(step, plan.slots, plan.mutation), before)
+        return None
 
     def _out_of_time(self) -> bool:
         """Whether what the time limit leaves belongs to the last promotions."""
@@ -170,14 +202,16 @@ class StudyRun:
             for observer in self._observers:
                 observer.met(history, record)
 
-    def _take(self, plan: Plan, before: History) -> None:
-        """One step, or what is left of it."""
+    def _launch(self, plan: Plan, before: History) -> list[Flight]:
+        """Ask for what a step plans, submit it, and let a mutator work."""
         earlier = [record for record in self.opened.records if getattr(record, "step", None) == plan.step]
         asked = {record.index: record for record in earlier if isinstance(record, Asked)}
         judged = {record.index for record in earlier if isinstance(record, Judged)}
-        # With a result in the journal all asks of the step are there too, and the proposal if one was due,
-        # whatever the plan says now that the study may have been given more trials.
-        slots = [slot for slot in plan.slots if slot.index in asked or not judged]
+        # With a result in the journal, or a later ask, all asks of the step are there too, and the proposal
+        # if one was due, whatever the plan says now that the study may have been given more trials.
+        later = any(isinstance(record, Asked) and record.step > plan.step for record in self.opened.records)
+        whole = bool(judged) or later
+        slots = [slot for slot in plan.slots if slot.index in asked or not whole]
         missing = [slot for slot in slots if slot.index not in judged]
         # Each is submitted as soon as it is asked for: the first ones build while the sampler thinks on.
         bars = promotion.bars(before)
@@ -185,8 +219,12 @@ class StudyRun:
         for slot in missing:
             ask, candidate = self._ask(plan.step, slot, asked.get(slot.index), before)
             flights.append((ask, self._evaluator.submit(candidate, bars)))
-        if plan.mutation is not None and not judged:
+        if plan.mutation is not None and not whole:
             self._structures.take(plan, before, earlier)
+        return flights
+
+    def _land(self, flights: Sequence[Flight]) -> None:
+        """Collect a step's results. Raises what ends the run, once all are there."""
         trouble: EvotuneError | None = None
         for ask, future in flights:
             trouble = self._collect(ask, future) or trouble
@@ -199,7 +237,7 @@ class StudyRun:
         start = space.decode(given) if given is not None else None
         if slot.purpose == "baseline" or (slot.purpose == "first" and start is None):
             start = space.default()
-        focus = Focus(slot.branch, slot.index, before.relatives(slot.branch), start)
+        focus = Focus(slot.branch, slot.index, before.relatives(slot.branch), start, before.flying)
         trial, knobs = self.opened.book.ask(focus)
         asked = Asked(step, slot.index, trial, slot.branch, knobs, slot.purpose)
         self.opened.append(asked)

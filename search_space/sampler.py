@@ -13,6 +13,7 @@ seen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,14 @@ class Focus:
         index: number of the candidate within the study; with the seed it gives all randomness.
         relatives: ancestors, nearest first, whose results say something about this branch's knobs too.
         start: exactly these knobs instead of a proposal.
+        flying: trials that count as running, whatever became of them since.
     """
 
     branch: str
     index: int
     relatives: tuple[str, ...] = ()
     start: Any | None = None
+    flying: frozenset[int] = frozenset()
 
 
 def parameters(space: Space, branch: str) -> dict[str, BaseDistribution]:
@@ -101,7 +104,8 @@ class LegalSampler(BaseSampler):
         knobs = focus.start
         if knobs is None:
             rng = np.random.default_rng([self._seed, focus.index])
-            trials = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
+            others = (t for t in study.get_trials(deepcopy=False) if t.number != trial.number)
+            trials = [_running(t) if t.number in focus.flying else t for t in others]
             mine = [t for t in trials if self._holds(t, focus.branch)]
             seen = {self._cell(t, focus.branch) for t in mine if t.state != TrialState.FAIL}
             knobs = self._space.at(self._choose(study, trials, seen, rng))
@@ -242,6 +246,13 @@ class _Lesson:
     target: Floats
     mass: Floats
     best: Ints
+
+
+def _running(trial: FrozenTrial) -> FrozenTrial:
+    """As it was before it had a result."""
+    seen = copy(trial)
+    seen.state, seen.values, seen.datetime_complete = TrialState.RUNNING, None, None
+    return seen
 
 
 def _newest(told: Told, count: int) -> Told:

@@ -22,6 +22,7 @@ from evotune.journal import FILE, read
 from evotune.opening import begin, resume
 from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Refusal
 from evotune.replay import ReplayEvaluator, replay, run_in_memory
+from evotune.setup import Setup
 from evotune.study import End, Stop, StudyRun
 from evotune.trials import JOURNAL_FILE, storage_at
 from tests.evotune.toy import ToyDevice, found, meetings, mutators, run_study, setup_of, study_file
@@ -243,10 +244,8 @@ def test_stopping_finishes_the_step_and_resuming_changes_nothing(whole: StudyRun
     assert found(loop.opened.records) == found(whole.opened.records)
 
 
-@pytest.mark.parametrize("lines", [4, 6, 9, 23, 40, 41, 42, 43, 57, 86, 88])
-def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: Path, lines: int) -> None:
-    """Optuna saw more or less than the journal has; RUNNING trials are left behind."""
-    setup = setup_of(study_file(tmp_path))
+def cut_short(setup: Setup, lines: int) -> None:
+    """Begin a study that dies once its journal has so many records."""
     opened = begin(setup)
     device = ToyDevice(setup)
     real = opened.journal.append
@@ -264,6 +263,13 @@ def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: P
         StudyRun(opened, device, mutators(setup)).run()
     device.close()
     opened.close()
+
+
+@pytest.mark.parametrize("lines", [4, 6, 9, 23, 40, 41, 42, 43, 57, 86, 88])
+def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: Path, lines: int) -> None:
+    """Optuna saw more or less than the journal has; RUNNING trials are left behind."""
+    setup = setup_of(study_file(tmp_path))
+    cut_short(setup, lines)
     left_running = sum(t.state == TrialState.RUNNING for t in optuna_study(setup.directory).trials)
     loop = run_study(setup, resumed=True)
     assert found(loop.opened.records) == found(whole.opened.records)
@@ -272,6 +278,54 @@ def test_a_journal_cut_anywhere_is_taken_up_exactly(whole: StudyRun, tmp_path: P
     assert not [trial for trial in after if trial.state == TrialState.RUNNING]
     assert sum(t.state != TrialState.FAIL for t in after) == 40
     assert sum(t.state == TrialState.FAIL for t in after) <= left_running
+
+
+AHEAD = ("[search]", "[search]\nahead = true")
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> StudyRun:
+    """An uninterrupted study whose steps are asked for before the results of the step before."""
+    return run_study(setup_of(study_file(tmp_path_factory.mktemp("ahead"), AHEAD)))
+
+
+def test_a_step_asked_ahead_waits_for_no_result(ahead: StudyRun, whole: StudyRun) -> None:
+    records = ahead.opened.records
+    first_result = {r.step: i for i, r in reversed(list(enumerate(records))) if isinstance(r, Judged)}
+    last_ask = {r.step: i for i, r in enumerate(records) if isinstance(r, Asked)}
+    early = [step for step in first_result if last_ask.get(step + 1, len(records)) < first_result[step]]
+    assert len(early) >= len(first_result) - 3  # not beside the baseline, nor where the trials end
+    assert len(ahead.history.judged) == len(whole.history.judged) == 40
+    assert len(ahead.history.branches) > 1
+
+
+def test_a_study_asked_ahead_replays(ahead: StudyRun) -> None:
+    again = replay(ahead.setup.directory)
+    assert found(again) == found(ahead.opened.records)
+    assert meetings(again) == meetings(ahead.opened.records)
+
+
+@pytest.mark.parametrize("lines", [8, 23, 40, 57, 74])
+def test_a_journal_of_steps_asked_ahead_cut_anywhere_is_taken_up_exactly(
+    ahead: StudyRun, tmp_path: Path, lines: int
+) -> None:
+    setup = setup_of(study_file(tmp_path, AHEAD))
+    cut_short(setup, lines)
+    loop = run_study(setup, resumed=True)
+    assert found(loop.opened.records) == found(ahead.opened.records)
+
+
+def test_stopping_a_study_asked_ahead_changes_nothing(ahead: StudyRun, tmp_path: Path) -> None:
+    """What is asked for after it has no look at results that were not there in the study that went on."""
+    setup = setup_of(study_file(tmp_path, AHEAD))
+    for after in (0.1, 0.3, 0.5):
+        stop = Stop()
+        threading.Timer(after, lambda stop=stop: setattr(stop, "signal", 2)).start()
+        loop = run_study(setup, resumed=(setup.directory / FILE).exists(), stop=stop)
+        assert all(entry.judged for entry in loop.history.entries)
+    loop = run_study(setup, resumed=True)
+    assert found(loop.opened.records) == found(ahead.opened.records)
+    assert found(replay(setup.directory)) == found(ahead.opened.records)
 
 
 def test_a_result_without_its_tell_is_told_at_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
