@@ -12,10 +12,12 @@ says how far its values were right.
 """
 
 import math
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -270,13 +272,14 @@ class Gate:
     ) -> None:
         """Solve the cases of a level now, such as while the first objects are being built.
 
-        In processes `elsewhere` without waiting for them, or else here.
+        In processes `elsewhere` without waiting for them, or else here, in a thread for each processor: numpy
+        lets go of the interpreter for most of it.
         """
-        for spec in specs:
-            for entry in self.operator.gate_cases(spec, level):
-                if elsewhere is None:
-                    self.cases.solved(entry.workload)
-                else:
+        with ExitStack() as stack:
+            if elsewhere is None:
+                elsewhere = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+            for spec in specs:
+                for entry in self.operator.gate_cases(spec, level):
                     self.cases.begin(entry.workload, elsewhere)
 
     def judge(

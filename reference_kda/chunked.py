@@ -15,7 +15,7 @@ factored out afterwards; how many rows share one decides what overflows. 16 rows
 which float32 and bfloat16 hold; one row (pairwise) never has a positive exponent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,8 +91,8 @@ def chunked_with_intermediates(
     beta = packing.pack(problem.beta, xp).swapaxes(1, 2)[..., None]  # [chunks, HV, C, 1]
     unit = LOG2_E if form.exponential == "2" else 1.0
     G = xp.cumsum(_heads_first(packing.pack(problem.g, xp)) * unit, 2)
-    kk = xp.tril(beta * decayed_products(k, k, G, form, xp), -1)
-    qk = decayed_products(q, k, G, form, xp)
+    kk, qk = decayed_products((k, q), k, G, form, xp)
+    kk = xp.tril(beta * kk, -1)
     X = inverse_of_unit_lower(kk, xp)
     to_start, to_end, whole = exp(G), exp(G[:, :, -1:] - G), exp(G[:, :, -1])[..., None]
     q_in, k_in, k_out = q * to_start, k * to_start, (k * to_end).swapaxes(-1, -2)
@@ -113,17 +113,21 @@ def chunked_with_intermediates(
     return result, Intermediates(packing, G / unit, kk, qk, X, u, states)
 
 
-def decayed_products(a: Array, b: Array, G: Array, form: Form, xp: Namespace = np) -> Array:
-    """P_ij = Σ_c a_ic b_jc exp(G_ic − G_jc) for i >= j, zero above: three [B, HV, C, K] to [B, HV, C, C]."""
-    C, exp, product = a.shape[2], _exponential(form, xp), _product(form, xp)
-    out = xp.zeros((*a.shape[:3], C), dtype=a.dtype, device=a.device)
+def decayed_products(
+    lefts: Sequence[Array], b: Array, G: Array, form: Form, xp: Namespace = np
+) -> list[Array]:
+    """P_ij = Σ_c a_ic b_jc exp(G_ic − G_jc) for i >= j, zero above, for several a: [B, HV, C, K] to
+    [B, HV, C, C] each. What they share is computed once."""
+    C, exp, product = b.shape[2], _exponential(form, xp), _product(form, xp)
+    out = [xp.zeros((*b.shape[:3], C), dtype=b.dtype, device=b.device) for _ in lefts]
     for first in range(0, C, form.block):
         last = min(first + form.block, C)
         anchor = _anchor(G, first, last, form)
-        left = a[:, :, first:last] * exp(G[:, :, first:last] - anchor)
-        right = b[:, :, :last] * exp(anchor - G[:, :, :last])
-        out[:, :, first:last, :last] = product(left, right.swapaxes(-1, -2))
-    return xp.tril(out)
+        rise = exp(G[:, :, first:last] - anchor)
+        right = (b[:, :, :last] * exp(anchor - G[:, :, :last])).swapaxes(-1, -2)
+        for a, found in zip(lefts, out, strict=True):
+            found[:, :, first:last, :last] = product(a[:, :, first:last] * rise, right)
+    return [xp.tril(found) for found in out]
 
 
 def _anchor(G: Array, first: int, last: int, form: Form) -> Array:
