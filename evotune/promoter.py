@@ -67,7 +67,7 @@ class Promoter:
             blocks=_blocks(found),
             failed=found if isinstance(found, Failed) else None,
             fallen=found.detail if isinstance(found, Fallen) else "",
-            seconds=time.monotonic() - begun_s,
+            seconds=_seconds(found, begun_s),
             elapsed_s=self._elapsed_s(),
         )
 
@@ -86,7 +86,7 @@ class Promoter:
             champion=due.champion,
             blocks=_blocks(found),
             failed=found if isinstance(found, Failed) else None,
-            seconds=time.monotonic() - begun_s,
+            seconds=_seconds(found, begun_s),
             elapsed_s=self._elapsed_s(),
         )
 
@@ -140,6 +140,11 @@ class _Counting:
 def _candidate(setup: Setup, history: History, index: int) -> Candidate:
     asked = history.entries[index].asked
     return Candidate(history.added(asked.branch).branch, setup.space.decode(asked.knobs))
+
+
+def _seconds(found: Comparison | Fallen | Failed, begun_s: float) -> float:
+    """Without the wait for candidates that were asked for before."""
+    return found.seconds if isinstance(found, Comparison) else time.monotonic() - begun_s
 
 
 def _blocks(found: Comparison | Fallen | Failed) -> Blocks:

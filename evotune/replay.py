@@ -111,7 +111,7 @@ class ReplayEvaluator:
         blocks = tuple(Timed(block, 0.0, 0.0) for block in record.blocks)
         if [enough(block) for block in blocks] != [False] * (len(blocks) - 1) + [True]:
             raise StudyError(f"a {purpose} on {group} is not decided after the blocks that were recorded")
-        return Comparison(blocks, 0.0)
+        return Comparison(blocks, 0.0, record.seconds)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -38,10 +38,12 @@ class Comparison:
     Attributes:
         blocks: in order, as `sequential` has them; `baseline_samples_us` are the incumbent's.
         worst_error: of the challenger, over its bound, gate and timed calls together.
+        seconds: wall time since the judge had room for it.
     """
 
     blocks: tuple[Timed, ...]
     worst_error: float
+    seconds: float
 
 
 @dataclass(frozen=True)

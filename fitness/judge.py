@@ -230,6 +230,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         turn = Round(gate, targets, replace(self._timing, samples=BLOCK_PAIRS))
 
         def work() -> Comparison | Fallen:
+            begun_s = time.monotonic()
             with closing(self._session(collected(builds))) as session:
                 report = self._second_gate.judge(session, self._specs, "full")
                 if report.failed is not None:
@@ -240,7 +241,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 except _Fell as fell:
                     return Fallen(str(fell))
             worst_error = max(report.worst_error, *(block.worst_error for block in blocks))
-            return Comparison(tuple(blocks), worst_error)
+            return Comparison(tuple(blocks), worst_error, time.monotonic() - begun_s)
 
         return self._ask(work)
 

@@ -231,7 +231,7 @@ class ToyDevice:
         blocks: list[Timed] = []
         while not blocks or not enough(blocks[-1]):
             blocks.append(Timed(tuple(self._block(challenger, incumbent, group, rng)), 0.5, 1.0))
-        return Comparison(tuple(blocks), 0.5)
+        return Comparison(tuple(blocks), 0.5, 0.01)
 
     def _block(
         self, challenger: Candidate, incumbent: Candidate, group: str, rng: np.random.Generator
