@@ -37,6 +37,7 @@ from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.host import Confirmation, HostEvaluator
 from evotune.fitness.host_toolchain import HostToolchain
 from evotune.fitness.outcome import Failed, Failure, Outcome, Passed, Stage, Value
+from evotune.fitness.racing import NO_BARS, Bars
 from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled
 from evotune.history import fold
@@ -138,7 +139,7 @@ class Recorded:
         space = Space(template, study.specializations)
         return cls(dataclasses.replace(study, template=template, space=space), outcomes)
 
-    def submit(self, candidate: Candidate) -> Future[Evaluation]:
+    def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
         future: Future[Evaluation] = Future()
         future.set_result(Evaluation(self.outcomes[self.study.space.cell(candidate.knobs)]))
         return future
