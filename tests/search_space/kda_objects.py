@@ -58,6 +58,7 @@ _ENTER = "            R, O = self.enter(S, base, "
 _WRITE = "            self.write(rows, base, chunk, O, w, lane)\n"
 _FULL = "                cute.arch.mbarrier_wait(full + slot, phase)\n            else:\n"
 _FREE = "                    cute.arch.mbarrier_arrive(free + last)\n"
+_MEET = "        cute.arch.barrier(barrier_id=1 + w // p.key_warps, number_of_threads=WARP * p.key_warps)\n"
 _FETCHED = "            logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, tx)\n"
 PLANTED: Mapping[str, Planted] = {
     "a slot is freed before it is read": Planted(
@@ -65,8 +66,7 @@ PLANTED: Mapping[str, Planted] = {
         (
             (
                 _ENTER,
-                "            if lane == 0:\n                cute.arch.mbarrier_arrive(free + slot)\n"
-                + _ENTER,
+                "            cute.arch.mbarrier_arrive(free + slot)\n" + _ENTER,
             ),
             (_FREE, "                    pass\n"),
         ),
@@ -89,6 +89,11 @@ PLANTED: Mapping[str, Planted] = {
             ),
         ),
         {"copy": "cp.async", "loader": "inline", "stages": 3},
+    ),
+    "warps of a strip do not meet": Planted(
+        CHUNKED,
+        ((_MEET, "        cute.arch.sync_warp()\n"),),
+        {"key_warps": 2},
     ),
     "tokens are used before they are prepared": Planted(
         TOKEN,
