@@ -29,12 +29,17 @@ def note(history: History, asked: Asked, judged: Judged) -> str:
         fence(branch.note, "text"),
         _table("knob", "value", {name: str(value) for name, value in asked.knobs.items()}),
         _outcome(judged.outcome),
-        _table("phase", "seconds", {name: f"{s:.3f}" for name, s in judged.seconds.items()}),
+        _table("phase", "seconds", {name: f"{s:.3f}" for name, s in _phases(judged).items()}),
     ]
     changed = diff(history, asked.branch)
     if changed:
         parts += [f"## Difference to {branch.parent}", fence(changed[:_LONGEST_DIFF], "diff")]
     return "\n\n".join(part for part in parts if part)
+
+
+def _phases(judged: Judged) -> Mapping[str, float]:
+    saved = {"left out by races": judged.saved_s} if judged.saved_s else {}
+    return {**judged.seconds, **saved}
 
 
 def championship(history: History) -> str:

@@ -276,10 +276,10 @@ def _front_table(members: list[Mapping[str, Any]]) -> Table:
 
 
 def _times_table(entry: Entry) -> Table:
-    table = Table("workload", "group", "median µs", "default µs", "speedup")
+    table = Table("workload", "group", "pairs", "median µs", "default µs", "speedup")
     for m in entry.passed.measurements if entry.passed else ():
-        row = (m.workload, m.group, f"{m.time_us:.1f}", f"{m.baseline_time_us:.1f}", f"{m.speedup:.3f}×")
-        table.add_row(*map(Text, row))
+        times = (f"{m.time_us:.1f}", f"{m.baseline_time_us:.1f}", f"{m.speedup:.3f}×")
+        table.add_row(*map(Text, (m.workload, m.group, str(len(m.samples_us)), *times)))
     return table
 
 
