@@ -152,18 +152,17 @@ def search(path: Path, evaluations: int, seeds: int, noise: float, error: float)
             pairs[race_error].append(device.timed)
     print(f"part of the sweep's best found by {evaluations} evaluations; pairs scatter by {noise:.1%}")
     for race_error, scores in found.items():
-        low, high = bootstrap(scores)
         name = f"races, error {race_error:g}" if race_error else "all pairs"
         timed = statistics.mean(pairs[race_error])
-        print(
-            f"  {name:18} {statistics.mean(scores):.3f}  [{low:.3f}, {high:.3f}]  {timed:.0f} pairs, {seeds} seeds"
-        )
+        print(f"  {name:18} {_told(scores)}  {timed:.0f} pairs, {seeds} seeds")
     gaps = [a - b for a, b in zip(found[error], found[0.0], strict=True)]
-    low, high = bootstrap(gaps)
     left = 1 - sum(pairs[error]) / sum(pairs[0.0])
-    print(
-        f"  difference         {statistics.mean(gaps):+.3f}  [{low:+.3f}, {high:+.3f}]  {left:.0%} left out"
-    )
+    print(f"  difference         {_told(gaps)}  {left:.0%} left out")
+
+
+def _told(values: list[float]) -> str:
+    low, high = bootstrap(values)
+    return f"{statistics.mean(values):.3f}  [{low:.3f}, {high:.3f}]"
 
 
 def _value(passed: Passed, name: str) -> float:
