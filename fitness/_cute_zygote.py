@@ -37,7 +37,13 @@ from typing import Any
 Json = dict[str, Any]
 
 _PR_SET_DUMPABLE = 4
-_LAZY = ("cutlass.cutlass_dsl.tvm_ffi_provider", "cutlass.cute._tvm_ffi_args_spec_converter")
+IMPORTED = (
+    "cutlass.cute.runtime",
+    "cutlass.cute.nvgpu",
+    # Imported on first use otherwise, in every fork again: 1.2 s where torch is installed.
+    "cutlass.cutlass_dsl.tvm_ffi_provider",
+    "cutlass.cute._tvm_ffi_args_spec_converter",
+)
 _WRITABLE = (".", "/tmp", "/dev/shm")
 _LOG_BYTES = 128 << 10  # kept of the head of what a job prints, and as much of its tail
 _RESULT_BYTES = 96 << 20
@@ -51,8 +57,7 @@ def main(alone: bool, options: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)  # what an import prints must not reach the protocol
-    # Imported on first use otherwise, in every fork again: 1.2 s where torch is installed.
-    for module in ("cutlass.cute.runtime", "cutlass.cute.nvgpu", *_LAZY):
+    for module in IMPORTED:
         importlib.import_module(module)
 
     # A fork of the candidate's has our uid: without this it could trace us and forge later answers.

@@ -137,7 +137,6 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._solvers = Solvers(max(1, (os.cpu_count() or 2) // 2))
         self._pools_of(self._gate)
         self._gate.prepare(self._specs, self._level, self._solvers.executor)
-        self._cell.keep_bytecode()
         self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
         self._checks = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="check")
         self._workspace_of: dict[str, Workspace] = {}
@@ -286,6 +285,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             self._second_gate.prepare(self._specs, "full", self._solvers.executor)
             for gate in (self._second_gate, self._third_gate):
                 self._pools_of(gate)
+            self._solvers.be_nice()
 
     def _used_s(self) -> dict[str, float]:
         """By two clocks, since this was last asked."""

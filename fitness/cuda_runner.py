@@ -34,6 +34,8 @@ from evotune.errors import DeviceError, SandboxError
 from evotune.fitness import _cuda_child as child
 from evotune.fitness import _runner_child, seccomp
 from evotune.fitness.arena import ALIGN, NULL, Buffer, Placement, dtype_of, lay_out
+from evotune.fitness.build import default_cache_directory
+from evotune.fitness.bytecode import reading, stored
 from evotune.fitness.cell import Cell, Limits
 from evotune.fitness.operator import Array, DeviceParameter, Spread
 from evotune.fitness.outcome import Failure
@@ -224,24 +226,17 @@ class CudaCell:
             found.append(origin.parent.parent if origin.name == "__init__.py" else origin.parent)
         return tuple(dict.fromkeys(found))
 
-    def keep_bytecode(self) -> None:
-        """Import the packages once where Python may store their bytecode, unless an installer did that.
-
-        A judge process may not write, and would compile all of torch each time.
-        """
-        missing = [name for name in self.packages if not _compiled(name)]
-        if missing:
-            command = [sys.executable, "-c", f"import {', '.join(missing)}"]
-            with suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, capture_output=True, timeout=_START_S, check=False)
-
     def launch(self, spec: Mapping[str, Any], fds: tuple[int, ...]) -> Child:
         """Start the script. Raises SandboxError, OSError."""
         paths = [str(path) for path in self.paths]
         spec = {**spec, "paths": paths, "runtime": str(self.runtime)}
         checker = self.checker or Checker((), None, _filter(), {})
-        command = [*checker.command, sys.executable, "-I", "-S", str(self.script), json.dumps(spec)]
+        bytecode = stored(self.packages, default_cache_directory())
+        python = [sys.executable, *reading(bytecode), "-I", "-S"]
+        command = [*checker.command, *python, str(self.script), json.dumps(spec)]
         shown = [*python_paths(), _SCRIPT, _WIRE, self.script, self.runtime.parent, *self.paths]
+        if bytecode is not None:
+            shown.append(bytecode)
         if self.devices:
             shown.append(Path("/sys"))  # without it cuInit finds no GPU
         libraries = os.environ.get("LD_LIBRARY_PATH")
@@ -263,15 +258,6 @@ class CudaCell:
             limits=_limits(),
         )
         return self.sandbox.popen(command, cell, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _compiled(name: str) -> bool:
-    """Whether a package's own bytecode is stored; that of its modules is likely to be then."""
-    spec = importlib.util.find_spec(name)
-    origin = spec.origin if spec else None
-    if origin is None or not origin.endswith(".py"):
-        return True
-    return Path(importlib.util.cache_from_source(origin)).exists()
 
 
 def _filter() -> bytes | None:

@@ -28,11 +28,12 @@ The middle two (`Bands`) must fail in two blocks of two, the second without a ra
 """
 
 import multiprocessing
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -55,6 +56,7 @@ SETS = 2
 BURST = 4
 """Replays in a row. Each change of sides costs 0.3 ms in which the GPU has nothing to do."""
 
+_NICE = 15
 _FASTEST = 1.2  # of the copy bandwidth: what reading alone may reach beyond it
 _SHORTEST_SLEEP_US = 100.0
 _LONGEST_SLEEP_US = 10_000.0
@@ -90,6 +92,12 @@ class Solvers:
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.executor = ProcessPoolExecutor(processes, mp_context=context)
+
+    def be_nice(self) -> None:
+        """What is being solved can wait, for builds and for what is judged."""
+        for number in list(getattr(self.executor, "_processes", None) or {}):
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, number, _NICE)
 
     def close(self) -> None:
         """End what is still being solved."""

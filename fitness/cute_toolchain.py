@@ -30,6 +30,8 @@ from typing import Any
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness import _cute_zygote
+from evotune.fitness.build import default_cache_directory
+from evotune.fitness.bytecode import reading, stored
 from evotune.fitness.cute_inspection import why_refused
 from evotune.fitness.elf import Elf, ElfError
 from evotune.fitness.outcome import Failed, Failure, Resources, Stage
@@ -160,10 +162,13 @@ class _Zygote:
         self._scratch = self._stack.enter_context(sandbox.scratch())
         script = Path(_cute_zygote.__file__).resolve()
         alone = "1" if sandbox.level is Level.BUBBLEWRAP else "0"
-        command = [sys.executable, "-I", str(script), alone, OPTIONS]
+        imported = (*_cute_zygote.IMPORTED, *(["torch"] if importlib.util.find_spec("torch") else []))
+        bytecode = stored(imported, default_cache_directory())
+        command = [sys.executable, *reading(bytecode), "-I", str(script), alone, OPTIONS]
+        shown = [*python_paths(), *_outside(script, _origin("cutlass"), _origin("tvm_ffi"))]
         cell = Cell(
             scratch=self._scratch,
-            read_only=(*python_paths(), *_outside(script, _origin("cutlass"), _origin("tvm_ffi"))),
+            read_only=(*shown, *filter(None, [bytecode])),
             environment={
                 "HOME": "/tmp",
                 "CUTE_DSL_DISABLE_FILE_CACHING": "1",

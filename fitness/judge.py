@@ -146,6 +146,8 @@ class CompiledEvaluator(ABC, Generic[Process]):
         self._default_builds: Builds | None = None
         # A process dies with the thread that started it, and these live as long as the evaluator.
         self._judge = ThreadPoolExecutor(self._lanes, thread_name_prefix="judge")
+        # What is asked for beside the stream of candidates waits for none of them where lanes are many.
+        self._beside = self._judge if self._lanes == 1 else ThreadPoolExecutor(1, thread_name_prefix="ask")
 
     @property
     def _lanes(self) -> int:
@@ -254,9 +256,11 @@ class CompiledEvaluator(ABC, Generic[Process]):
 
     def close(self) -> None:
         """See `Evaluator.close`. A judgement in progress ends first: calls are bounded by their timeouts."""
-        self._judge.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._judge, self._beside):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._builder.close()
-        self._judge.shutdown()
+        for threads in (self._judge, self._beside):
+            threads.shutdown()
         self._drop_baseline()
 
     @property
@@ -296,7 +300,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 return
 
     def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
-        """Do it in a lane, once what is queued has begun."""
+        """Do it beside the lanes, or in the only one once what is queued is done."""
 
         def guarded() -> _T | Failed | Retry:
             try:
@@ -306,7 +310,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
             except (SandboxError, OSError) as error:
                 return Retry(str(error))
 
-        return self._judge.submit(guarded).result()
+        return self._beside.submit(guarded).result()
 
     def _start_builds(self, candidate: Candidate) -> Builds:
         """Queue the candidate's units, one per specialization."""
