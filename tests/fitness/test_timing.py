@@ -78,24 +78,32 @@ def test_a_hopeless_kernel_is_stopped_early_and_keeps_its_estimate(bench: Bench)
 
 
 def watch(session: Session[Runner], event: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell of a session's "call" and "end", when the process that served the calls makes room."""
-    runner = session.runner
-    call, renew = runner.call, runner.renew
+    """Tell of a session's "start", "call" and "end", when the process that served the calls makes room."""
+    start = session.start
 
-    def calling(index, placement, timeout_s, *, repeat=1):  # type: ignore[no-untyped-def]
-        event("call")
-        return call(index, placement, timeout_s, repeat=repeat)
+    def starting() -> Runner:
+        event("start")
+        runner = start()
+        call, renew = runner.call, runner.renew
 
-    def renewing() -> None:
-        event("end")
-        renew()
+        def calling(index, placement, timeout_s, *, repeat=1):  # type: ignore[no-untyped-def]
+            event("call")
+            return call(index, placement, timeout_s, repeat=repeat)
 
-    monkeypatch.setattr(runner, "call", calling)
-    monkeypatch.setattr(runner, "renew", renewing)
+        def renewing() -> None:
+            event("end")
+            renew()
+
+        monkeypatch.setattr(runner, "call", calling)
+        monkeypatch.setattr(runner, "renew", renewing)
+        return runner
+
+    monkeypatch.setattr(session, "start", starting)
 
 
 def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls to warm up, then the timed one; a kernel's process ends before the other's turn."""
+    """Each block in other memory. Two calls to warm up, then the timed one; a kernel ends before the other's
+    turn."""
     order: list[str] = []
     with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
         watch(candidate, lambda event: order.append(f"my {event}"), monkeypatch)
@@ -105,7 +113,7 @@ def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.Mon
     turns = " ".join(order).replace("my call my call my call my end", "mine")
     turns = turns.replace("their call their call their call their end", "theirs")
     *before, first, _ = turns.partition("theirs")
-    assert before == ["their end my end "]
+    assert before == ["their start my start "]
     assert first == "theirs"
     timed = turns.split()[5:45]
     pairs = [tuple(timed[i : i + 2]) for i in range(0, 40, 2)]
@@ -156,7 +164,7 @@ def test_inputs_are_written_after_the_last_call_before_them(
 
         monkeypatch.setattr(candidate, "place_in", placing)
         assert isinstance(timer().time(candidate, baseline), Timed)
-    _, *lives = " ".join(events).split("end")
+    lives = " ".join(events).removeprefix("start").split("end")
     assert [life.split() for life in lives[: 2 * PLAN.samples]] == [
         ["small", "call", "call", "timed", "call"]
     ] * (2 * PLAN.samples)
