@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -233,6 +233,31 @@ def doctor(as_json: AsJson = False) -> None:
     else:
         _console().print(examination.table(found))
     raise typer.Exit(0 if examination.healthy(found) else 1)
+
+
+@app.command()
+def calibrate(
+    study: Annotated[
+        Path | None,
+        typer.Argument(metavar="[STUDY.TOML]", help="The study file; by default the one that init writes."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=12, help="Paired blocks for each workload group.")] = 60,
+    as_json: AsJson = False,
+    unsafe: Unsafe = False,
+) -> None:
+    """Measure how small a gain this machine can tell from noise, for a study's workloads."""
+    from evotune import calibrate as calibration
+    from evotune.init import template
+    from evotune.setup import evaluator
+
+    with template() if study is None else nullcontext(study) as path:
+        setup = _setup(path, None, None, None, unsafe)
+    with closing(evaluator(setup)) as judge:
+        found = calibration.calibrate(setup, judge, blocks=blocks, say=_say)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        _console().print(calibration.table(found))
 
 
 @app.command()
