@@ -8,7 +8,7 @@ from rich.status import Status
 
 from evotune.history import Entry, History
 from evotune.notes import champion
-from evotune.promotion import BASELINE, titles
+from evotune.promotion import BASELINE, Match, Turn, titles
 from evotune.records import Confirmation, Contest
 from evotune.report import progress
 from evotune.study import End, StudyRun
@@ -64,6 +64,11 @@ class LiveLine:
             self._told = (now, best)
             self.say(line)
 
+    def meets(self, history: History, due: Turn) -> None:
+        """See `study.Observer`."""
+        if self._status is not None:
+            self._status.update(f"{self._line(history)} · {_meeting(due)}")
+
     def met(self, history: History, record: Contest | Confirmation) -> None:
         """See `study.Observer`."""
         if self._status is not None:
@@ -94,6 +99,12 @@ class LiveLine:
             f"{_clock(left)} left",
         ]
         return " · ".join(parts)
+
+
+def _meeting(due: Turn) -> str:
+    if isinstance(due, Match):
+        return f"{due.group}: #{due.challenger} meets #{due.champion}"
+    return f"{due.group}: #{due.champion} is confirmed"
 
 
 def _clock(seconds: float) -> str:

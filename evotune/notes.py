@@ -4,6 +4,7 @@ Text written by a model (sources, notes on branches) only ever appears inside co
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 
@@ -63,10 +64,16 @@ def champion(history: History, title: Title) -> str:
     if title.published is None:
         return f"{name}, not confirmed yet"
     found = title.published
-    return (
-        f"{name}, {found.median:.3f}× the default's speed "
-        f"[{found.low:.3f}, {found.high:.3f}] at {found.coverage:.0%}"
-    )
+    told = f"{name}, {found.median:.3f}× the default's speed "
+    told += f"[{found.low:.3f}, {found.high:.3f}] at {found.coverage:.0%}"
+    return told if title.resolved else f"{told}: {_unresolved(title)}"
+
+
+def _unresolved(title: Title) -> str:
+    resolution = title.confirmation.resolution if title.confirmation else None
+    if resolution is None:
+        return "not resolved"
+    return f"not resolved, this machine tells gains from {math.expm1(resolution):.1%}"
 
 
 def _kept(contest: Contest) -> str:

@@ -151,7 +151,7 @@ def _book(setup: Setup, storage: BaseStorage, directory: Path, begun: bool) -> T
 
 
 def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:
-    """Tell Optuna the results that it missed."""
+    """Tell Optuna what it missed."""
     judged = [record for record in opened.records if isinstance(record, Judged)]
     untold = opened.book.reconcile(asked, judged)
     by_trial = {ask.trial: ask for ask in asked}
@@ -159,6 +159,8 @@ def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:
     for result in untold:
         ask = by_trial[result.trial]
         opened.book.finish(ask, result, *furnish(opened.setup, history, ask, result))
+    if history.contests:
+        opened.book.publish(notes.championship(history))
 
 
 def _session(opened: Opened) -> Opened:

@@ -4,12 +4,14 @@ One that a kill cuts short is held again from its first block at the same level:
 evidence.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from evotune.errors import SandboxError
+from evotune import calibrate
+from evotune.errors import DeviceError, SandboxError
 from evotune.fitness.evaluation import Comparison, Evaluator, Fallen, Purpose
 from evotune.fitness.outcome import Failed, Retry
 from evotune.fitness.sequential import PairedTest
@@ -88,6 +90,7 @@ class Promoter:
             failed=found if isinstance(found, Failed) else None,
             seconds=_seconds(found, begun_s),
             elapsed_s=self._elapsed_s(),
+            resolution=_resolution(self._setup, due.group),
         )
 
     def _compared(
@@ -140,6 +143,16 @@ class _Counting:
 def _candidate(setup: Setup, history: History, index: int) -> Candidate:
     asked = history.entries[index].asked
     return Candidate(history.added(asked.branch).branch, setup.space.decode(asked.knobs))
+
+
+def _resolution(setup: Setup, group: str) -> float | None:
+    """Of this machine, where it was measured well enough to say."""
+    try:
+        found = calibrate.load(setup)
+    except DeviceError:
+        return None
+    resolution = found.resolution(group) if found else math.inf
+    return resolution if math.isfinite(resolution) else None
 
 
 def _seconds(found: Comparison | Fallen | Failed, begun_s: float) -> float:

@@ -76,6 +76,15 @@ class Title:
         """The default's time over the champion's, from confirmation blocks alone; None before them."""
         return estimate(log_ratios(self.confirmation.blocks)) if self.confirmation else None
 
+    @property
+    def resolved(self) -> bool | None:
+        """Whether its gain may be claimed: the interval excludes none, and it is no less than what the
+        machine can tell. None before there is a value."""
+        if self.published is None or self.confirmation is None:
+            return None
+        least = self.confirmation.resolution or 0.0
+        return self.published.low > 1 and math.log(self.published.median) >= least
+
 
 @dataclass(frozen=True)
 class Match:
@@ -105,12 +114,6 @@ class Defence:
 
 
 Turn = Match | Defence
-
-
-def resolved(published: Estimate, resolution: float | None) -> bool:
-    """Whether a gain may be claimed: its interval excludes none, and it is no less than what the machine can
-    tell (`resolution`, a log-ratio; None where that was not measured)."""
-    return published.low > 1 and math.log(published.median) >= (resolution or 0.0)
 
 
 def log_ratio(block: Sequence[Measurement]) -> float:

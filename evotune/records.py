@@ -192,6 +192,7 @@ class Confirmation:
     Attributes:
         blocks: `baseline_samples_us` are the default's; empty when it failed.
         failed: why the champion is out for good; None when it holds.
+        resolution: the least log-ratio that the machine tells from none; None where that was not measured.
     """
 
     step: int
@@ -201,6 +202,7 @@ class Confirmation:
     failed: Failed | None
     seconds: float
     elapsed_s: float
+    resolution: float | None = None
     kind: Literal["confirmation"] = "confirmation"
 
 

@@ -1,6 +1,5 @@
 """What `status` and `show` tell, as JSON and as tables for a terminal."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from evotune.history import Entry, History, primary
 from evotune.mutators.transcript import FILE, Transcript
 from evotune.notes import champion, diff, headline
 from evotune.pareto import best_per_column, front
-from evotune.promotion import Title, resolved, spent, titles
+from evotune.promotion import Title, spent, titles
 from evotune.records import to_json, verdict
 from evotune.throughput import line, throughput
 
@@ -28,15 +27,9 @@ def spent_usd(history: History, directory: Path) -> float:
     return others + Transcript(directory / FILE).spent_usd
 
 
-def status(
-    history: History,
-    cost_usd: float,
-    resolutions: Mapping[str, float] | None = None,
-    legal_share: float | None = None,
-) -> dict[str, Any]:
+def status(history: History, cost_usd: float, legal_share: float | None = None) -> dict[str, Any]:
     """State of a study: branches, best per objective, champions, front, failure classes, spend. JSON-ready.
 
-    `resolutions` are this machine's by workload group: the least gain it can tell from none, as log-ratios.
     `legal_share` is the legal part of the knobs' grid, see `Space.legal_share`.
     """
     judged = history.judged
@@ -58,9 +51,7 @@ def status(
             for column in history.columns
             if column.name in best
         },
-        "champions": [
-            _champion(history, title, (resolutions or {}).get(title.group)) for title in titles(history)
-        ],
+        "champions": [_champion(history, title) for title in titles(history)],
         "seconds": _seconds(history),
         "throughput": throughput(history, legal_share),
         "front": [candidate(history, entry) for entry in front(history.columns, judged)],
@@ -75,8 +66,8 @@ def candidate(history: History, entry: Entry) -> dict[str, Any]:
     return {"candidate": asked.index, "branch": asked.branch, "knobs": dict(asked.knobs), "values": values}
 
 
-def _champion(history: History, title: Title, resolution: float | None) -> dict[str, Any]:
-    """`resolved` is None before there is a value."""
+def _champion(history: History, title: Title) -> dict[str, Any]:
+    """`resolved` is None before there is a value, `resolution` (a log-ratio) where it was not measured."""
     won, published = title.won, title.published
     return {
         "group": title.group,
@@ -88,8 +79,8 @@ def _champion(history: History, title: Title, resolution: float | None) -> dict[
         "evidence": won.evidence if won else None,
         "level": won.level if won else None,
         "speedup": asdict(published) if published else None,
-        "resolution": resolution if resolution is not None and math.isfinite(resolution) else None,
-        "resolved": resolved(published, resolution) if published else None,
+        "resolution": title.confirmation.resolution if title.confirmation else None,
+        "resolved": title.resolved,
     }
 
 
@@ -235,18 +226,10 @@ def _branches_table(branches: list[Mapping[str, Any]]) -> Table:
 def _champions_table(champions: list[Mapping[str, Any]]) -> Table:
     table = Table("group", "champion", "evidence", "level", "blocks", title="Champions", title_justify="left")
     for c in champions:
-        told = c["told"]
-        if c["resolved"] is False:
-            least = (
-                f", below the {math.expm1(c['resolution']):.1%} that this machine can tell"
-                if c["resolution"]
-                else ""
-            )
-            told += f": not resolved{least}"
         tested = c["evidence"] is not None
         row = (
             c["group"],
-            told,
+            c["told"],
             f"{c['evidence']:.3g}" if tested else "",
             f"{c['level']:.2g}" if tested else "",
             str(c["blocks"]) if tested else "",

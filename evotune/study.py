@@ -25,6 +25,7 @@ from evotune.journal import writing
 from evotune.mutators.mutator import Mutator
 from evotune.opening import Furnish, Opened, furnish
 from evotune.promoter import MOST_RETRIES, Promoter, Schedule, by_share
+from evotune.promotion import Turn
 from evotune.records import Asked, Confirmation, Contest, Judged
 from evotune.search_space.branch import Candidate
 from evotune.search_space.sampler import Focus
@@ -48,8 +49,12 @@ class Observer(Protocol):
         """A candidate was judged and told."""
         ...
 
+    def meets(self, history: History, due: Turn) -> None:
+        """A challenger is about to meet a champion, or a champion to be confirmed: it may take a minute."""
+        ...
+
     def met(self, history: History, record: Contest | Confirmation) -> None:
-        """A challenger met a champion, or a champion was confirmed."""
+        """That is recorded."""
         ...
 
     def finished(self, run: "StudyRun", end: End) -> None:
@@ -195,6 +200,8 @@ class StudyRun:
             due = self._decisions.promote(self.setup, history, over)
             if due is None:
                 return
+            for observer in self._observers:
+                observer.meets(history, due)
             record = self._promoter.hold(history, due)
             self.opened.append(record)
             history = self.history

@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna_dashboard._note import get_note_from_system_attrs
 
-from evotune import journal, promotion
+from evotune import calibrate, journal, notes, promotion
 from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.evaluation import Fallen
 from evotune.fitness.objectives import Column
@@ -30,7 +30,6 @@ from evotune.promotion import (
     log_ratio,
     matches,
     reserve_s,
-    resolved,
     spent,
     titles,
     turn,
@@ -258,10 +257,30 @@ def test_what_is_published_comes_from_confirmation_alone() -> None:
     assert title.published is not None
     assert (title.published.low, title.published.high) == pytest.approx((1.1, 1.35))
     assert title.published.median == pytest.approx(math.sqrt(1.2 * 1.25))
-    assert resolved(title.published, None)
-    assert resolved(title.published, math.log(1.2))
-    assert not resolved(title.published, math.log(1.3))
-    assert not resolved(replace(title.published, low=0.99), None)
+    assert title.resolved
+
+
+@pytest.mark.parametrize(
+    ("speedups", "resolution", "told"),
+    [
+        ((1.02, 1.03, 1.04, 1.03, 1.02, 1.05), None, "at 97%"),
+        ((1.02, 1.03, 1.04, 1.03, 1.02, 1.05), math.log(1.02), "at 97%"),
+        (
+            (1.02, 1.03, 1.04, 1.03, 1.02, 1.05),
+            math.log(1.05),
+            "not resolved, this machine tells gains from 5.0%",
+        ),
+        ((0.99, 1.03, 1.04, 1.03, 1.02, 1.05), None, "not resolved"),
+    ],
+)
+def test_a_gain_that_the_machine_cannot_tell_is_not_resolved(
+    speedups: tuple[float, ...], resolution: float | None, told: str
+) -> None:
+    found = replace(confirmation(1, *speedups), resolution=resolution)
+    state = history(steady(1.9), contest(1, BASELINE, promoted=True), found)
+    (title,) = titles(state)
+    assert title.resolved is ("not" not in told)
+    assert notes.champion(state, title).endswith(told)
 
 
 def test_studies_of_equals_promote_in_one_of_twenty_at_most() -> None:
@@ -310,7 +329,6 @@ def test_a_study_crowns_the_fastest_and_says_so(tmp_path: Path) -> None:
     told = {c["group"]: c for c in status(state, 0.0)["champions"]}
     assert told.keys() == {"long", "short"}
     assert told["long"]["resolved"] is True
-    assert status(state, 0.0, {"long": 99.0})["champions"][0]["resolved"] is False
     plain = call("status", setup.directory).stdout
     assert "Champions" in plain
     assert "of timing" in plain
@@ -370,6 +388,20 @@ def test_a_challenger_that_fails_the_full_gate_is_out_and_the_next_is_asked(tmp_
     assert first.challenger not in {title.champion for title in titles(loop.history)}
     assert second.level == spending(0.05, 1)
     assert meetings(replay(setup.directory)) == meetings(loop.opened.records)
+
+
+def test_what_calibrate_measured_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured:
+        def resolution(self, group: str) -> float:
+            return {"long": 9.9, "short": math.inf}[group]
+
+    monkeypatch.setattr(calibrate, "load", lambda setup: Measured())
+    setup = setup_of(study_file(tmp_path), trials=12)
+    state = run_study(setup).history
+    told = {c["group"]: c for c in status(state, 0.0)["champions"]}
+    assert (told["long"]["resolution"], told["long"]["resolved"]) == (9.9, False)
+    assert (told["short"]["resolution"], told["short"]["resolved"]) == (None, True)
+    assert "not resolved" in call("status", setup.directory).stdout
 
 
 def test_a_lost_device_ends_the_run_and_the_contest_is_held_at_resume(tmp_path: Path) -> None:

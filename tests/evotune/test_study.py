@@ -20,8 +20,10 @@ from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, read
 from evotune.opening import begin, resume
+from evotune.promotion import Turn
 from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Refusal
 from evotune.replay import ReplayEvaluator, replay, run_in_memory
+from evotune.report import status
 from evotune.setup import Setup
 from evotune.study import End, Stop, StudyRun
 from evotune.trials import JOURNAL_FILE, storage_at
@@ -122,11 +124,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entries: list[int] = []
+        self.due: list[Turn] = []
         self.meetings: list[Contest | Confirmation] = []
         self.ended: End | None = None
 
     def judged(self, history: History, entry: Entry) -> None:
         self.entries.append(entry.asked.index)
+
+    def meets(self, history: History, due: Turn) -> None:
+        self.due.append(due)
 
     def met(self, history: History, record: Contest | Confirmation) -> None:
         self.meetings.append(record)
@@ -154,6 +160,22 @@ def test_a_result_is_recorded_before_optuna_is_told(tmp_path: Path, monkeypatch:
     opened.close()
     assert seen == [True] * 6
     assert (watcher.entries, watcher.ended, end) == (list(range(6)), End.TRIALS, End.TRIALS)
+    assert len(watcher.due) == len(watcher.meetings) > 0
+
+
+def test_candidates_race_against_the_best_known_when_they_were_asked_for(tmp_path: Path) -> None:
+    setup = setup_of(study_file(tmp_path), trials=14)
+    device = ToyDevice(setup)
+    loop = run_study(setup, device)
+    assert device.bars[0] == {}
+    for entry, bars in zip(loop.history.entries[1:], device.bars[1:], strict=True):
+        before = fold(loop.opened.records, before_step=entry.asked.step)
+        for workload, bar in bars.items():
+            known = [m for e in before.judged if e.passed for m in e.passed.measurements]
+            assert bar == max(m.speedup for m in known if m.workload == workload)
+        assert bars.keys() == {"long", "short"}
+    assert [e.judged.saved_s for e in loop.history.judged if e.judged] == [0.25] * 14
+    assert status(loop.history, 0.0)["seconds"]["saved_by_races"] == 14 * 0.25
 
 
 def test_trouble_that_is_not_the_candidates_is_tried_again(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class ToyDevice:
         time.sleep(self._delay_s)
         if isinstance(trouble, Exception):
             raise trouble
-        return Evaluation(trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": 0.2})
+        return Evaluation(trouble or outcome(self._setup, candidate), {}, {"build": 0.1, "gate": 0.2}, 0.25)
 
     def compare(
         self,
