@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from evotune.cli import main
 from evotune.history import fold
 from evotune.journal import read
 from tests.evotune.toy import ROOT, STUDY, call, environment, study_file
@@ -162,25 +161,16 @@ def test_no_budget_is_one_line(tmp_path: Path, arguments: tuple[str, ...], messa
         ("export --limit -3", "invalid value for '--limit': "),
     ],
 )
-def test_a_mistake_in_the_command_line_is_one_line_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["python -m evotune", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    assert (ended.value.code, told.out, told.err.count("\n")) == (2, "", 1)
-    assert told.err.startswith(f"evotune: {message}")
+def test_a_mistake_in_the_command_line_is_one_line_too(arguments: str, message: str) -> None:
+    told = call(*arguments.split())
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
+    assert told.stderr.startswith(f"evotune: {message}")
 
 
-def test_no_command_at_all_is_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["python -m evotune"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "Commands" in capsys.readouterr().out
+def test_no_command_at_all_is_help() -> None:
+    told = call()
+    assert told.returncode == 2
+    assert "Commands" in told.stdout
 
 
 def test_resuming_without_a_budget_is_one_line(done: Path) -> None:

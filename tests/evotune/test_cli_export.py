@@ -14,6 +14,7 @@ from tests.evotune import exports
 from tests.evotune.toy import ROOT, call, environment
 from tests.search_space.host_kernel import spec
 
+pytestmark = pytest.mark.usefixtures("solved_once")
 STUDY = """
 [study]
 name = "small"

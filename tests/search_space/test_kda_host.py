@@ -137,7 +137,7 @@ def test_default_is_legal_for_every_head_dim() -> None:
 
 
 def test_enough_is_legal() -> None:
-    assert sum(1 for _ in legal(spec())) >= 2000
+    assert len(list(itertools.islice(legal(spec()), 2000))) == 2000
 
 
 @pytest.mark.parametrize(
