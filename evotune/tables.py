@@ -7,6 +7,7 @@ from evotune.history import Entry, History, load
 from evotune.journal import FILE
 from evotune.notes import headline
 from evotune.pareto import front
+from evotune.promotion import titles
 from evotune.records import verdict
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ def results(path: str | Path) -> "pd.DataFrame":
     """One row per judged candidate, in the order of their index, which is also the frame's index.
 
     Columns: trial, branch, origin, verdict ("passed" or the failure's class), stage, detail, front (whether
-    on the Pareto front), one per objective (NaN unless passed), "time_us:<workload>", "knob:<name>",
-    "resource:<specialization>:<name>", "seconds:<phase>".
+    on the Pareto front), champion (workload groups whose title it holds, "" for none), one per objective (NaN
+    unless passed), "time_us:<workload>", "knob:<name>", "resource:<specialization>:<name>",
+    "seconds:<phase>".
 
     Args:
         path: a study directory or its journal.
@@ -31,12 +33,25 @@ def results(path: str | Path) -> "pd.DataFrame":
     directory = Path(path)
     history = load(directory.parent if directory.name == FILE else directory)
     best = {entry.asked.index for entry in front(history.columns, history.judged)}
-    rows = [_row(history, entry, entry.asked.index in best) for entry in history.judged]
+    held = _held(history)
+    rows = [
+        _row(history, entry, entry.asked.index in best, held.get(entry.asked.index, ""))
+        for entry in history.judged
+    ]
     index = pd.Index([entry.asked.index for entry in history.judged], name="candidate", dtype="int64")
     return pd.DataFrame(rows, index=index)
 
 
-def _row(history: History, entry: Entry, on_front: bool) -> dict[str, Any]:
+def _held(history: History) -> dict[int, str]:
+    """Titles won, by candidate."""
+    groups: dict[int, list[str]] = {}
+    for title in titles(history):
+        if title.won is not None:
+            groups.setdefault(title.champion, []).append(title.group)
+    return {index: ", ".join(names) for index, names in groups.items()}
+
+
+def _row(history: History, entry: Entry, on_front: bool, held: str) -> dict[str, Any]:
     asked, judged = entry.asked, entry.judged
     if judged is None:
         raise ValueError(f"candidate {asked.index} was not judged")
@@ -49,6 +64,7 @@ def _row(history: History, entry: Entry, on_front: bool) -> dict[str, Any]:
         "stage": failed.stage.value if failed else "",
         "detail": headline(failed) if failed else "",
         "front": on_front,
+        "champion": held,
     }
     row |= {column.name: float("nan") for column in history.columns}
     if passed:

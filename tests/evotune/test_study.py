@@ -20,7 +20,7 @@ from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, read
 from evotune.opening import begin, resume
-from evotune.promotion import Turn
+from evotune.promotion import Turn, titles
 from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Refusal
 from evotune.replay import ReplayEvaluator, replay, run_in_memory
 from evotune.report import status
@@ -493,6 +493,9 @@ def test_results_are_a_table(whole: StudyRun) -> None:
     assert frame[frame["verdict"] != "passed"]["speedup:long"].isna().all()
     assert set(frame["knob:tile"]) <= {4, 8, 16, 32, 64}
     assert frame["front"].sum() >= 1
+    champions = {title.group: title.champion for title in titles(whole.history)}
+    assert all(group in frame.loc[index, "champion"] for group, index in champions.items())
+    assert (frame["champion"] != "").sum() == len(set(champions.values()))
     assert frame.equals(evotune.results(str(whole.setup.directory / FILE)))
     assert (frame["time_us:long"] > 0).sum() == len(passed)
 
