@@ -18,6 +18,7 @@ Item = tuple[str, Constant]
 Pair = tuple[Item, Item]
 
 _CANDIDATES = 20  # rows to choose the best of
+_LED = 100  # every other one of so many is led by what no row has yet
 _TRIES = 1000  # random rows before a pair is taken for one that no legal row holds; 125 were needed so far
 
 
@@ -66,7 +67,8 @@ def covering(
         pair = min(missing, key=repr)
         found = search.best(pair, missing)
         if found is None:
-            hopeless = {item for item in pair if search.best((item,), missing) is None}
+            fresh = {item for item in pair if not any(row[item[0]] == item[1] for row in rows)}
+            hopeless = {item for item in fresh if search.best((item,), missing, 1) is None}
             lost = {pair} | {other for other in missing if hopeless & set(other)}
             impossible |= lost
             missing -= lost
@@ -82,15 +84,16 @@ class _Search:
     legal: Callable[[Row], bool]
     rng: np.random.Generator
 
-    def best(self, fixed: tuple[Item, ...], missing: set[Pair]) -> Row | None:
+    def best(self, fixed: tuple[Item, ...], missing: set[Pair], candidates: int = _CANDIDATES) -> Row | None:
         """The legal row with what is fixed that has most of what is missing; None when none was met."""
         found: list[Row] = []
         for number in range(_TRIES):
-            # Half are led by what is missing; legality may forbid all of those, so half are not.
-            row = self._led(fixed, missing) if number % 2 else self._random(fixed)
+            # Some are led by what is missing, which is dear; legality may forbid all of those.
+            led = number % 2 and number < _LED
+            row = self._led(fixed, missing) if led else self._random(fixed)
             if self.legal(row):
                 found.append(row)
-                if len(found) == _CANDIDATES:
+                if len(found) == candidates:
                     break
         return max(found, key=lambda row: len(pairs_of(row) & missing), default=None)
 

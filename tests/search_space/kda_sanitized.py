@@ -1,7 +1,8 @@
 """A program for compute-sanitizer to watch: a few kernels, one small ragged problem, memory of its own for
 every tensor.
 
-    compute-sanitizer --tool racecheck python -m tests.search_space.kda_sanitized FOLDER [NAME]
+    compute-sanitizer --tool TOOL python -m tests.search_space.kda_sanitized FOLDER TOOL
+    compute-sanitizer --tool racecheck python -m tests.search_space.kda_sanitized FOLDER NAME
 
 FOLDER holds the objects (see `kda_objects`); NAME is one of the planted races, in place of healthy kernels.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.search_space.kda_calls import as_tensor
-from tests.search_space.kda_objects import Configuration, control, load, sanitized
+from tests.search_space.kda_objects import PLANTED, Configuration, control, load, sanitized
 from tests.search_space.kda_uses import Uses
 from tests.search_space.kda_width import called
 
@@ -31,6 +32,6 @@ def watch(configuration: Configuration, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, *names = sys.argv[1:]
-    for each in [control(name)[1] for name in names] or sanitized():
+    folder, subject = sys.argv[1:]
+    for each in control(subject)[1:] if subject in PLANTED else sanitized(subject):
         watch(each, Path(folder))

@@ -259,8 +259,10 @@ class Uses:
         kernel.function(*bound)
         wait(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()  # torch.cuda.graph would collect garbage and free all memory first
             kernel.function(*bound)
+            graph.capture_end()
         for lengths, seed in (
             ((96, 70, 64, 33, 20, 17), 3),
             ((5, 200, 0, 40, 0, 0), 4),

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -69,13 +69,14 @@ class Lab:
         self._pool = ProcessPoolExecutor(workers, get_context("spawn"))
         self._solved: dict[tuple[Specialization, Case], Future[KdaCase]] = {}
 
+    def begin(self, specs: Iterable[Specialization]) -> None:
+        """Solve all cases of some specializations, the dearest first."""
+        every = [(spec, case) for spec in specs for case in listed(spec)]
+        for key in sorted(every, key=lambda item: -item[1].cost):
+            self._solved[key] = self._pool.submit(Case.solve, key[1])
+
     def solved(self, spec: Specialization, case: Case) -> KdaCase:
-        """Once, for answers are large. All are begun when the first is wanted, the dearest first."""
-        if not self._solved:
-            specs = {c.spec for t in (CHUNKED, TOKEN) for c in sample(t)}
-            every = [(spec, case) for spec in specs for case in listed(spec)]
-            for key in sorted(every, key=lambda item: -item[1].cost):
-                self._solved[key] = self._pool.submit(Case.solve, key[1])
+        """Once: answers are large."""
         return self._solved.pop((spec, case)).result()
 
     def kernel(self, configuration: Configuration) -> Kernel:
@@ -119,7 +120,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def _lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def _lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = folder_given()
     if folder is None:
         lack = cute_toolchain.missing()
@@ -128,12 +129,21 @@ def _lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         folder = tmp_path_factory.mktemp("objects")
         compile_into(folder, everything())
     found = Lab(folder)
+    found.begin(_specs_to_solve(request.session.items))  # while the GPU is busy with other tests
     yield found
     found.close()
     path = path_wanted()
     if path is not None:
         found.table.write(path)
     print("\n" + found.table.families())  # noqa: T201
+
+
+def _specs_to_solve(items: Iterable[pytest.Item]) -> set[Specialization]:
+    """Of the tests that are about to run and have kernels to judge."""
+    name = test_answers_are_within_their_bounds.__name__
+    tests = [i for i in items if isinstance(i, pytest.Function) and i.originalname == name]
+    asked = {test.callspec.params["spec"] for test in tests}
+    return asked & {c.spec for t in (CHUNKED, TOKEN) for c in sample(t)}
 
 
 @pytest.fixture
@@ -154,15 +164,6 @@ def listed(spec: Specialization) -> tuple[Case, ...]:
 
 def label(spec: Specialization) -> str:
     return spec.label
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_answers_are_within_their_bounds(lab: Lab, spec: Specialization) -> None:
-    from tests.search_space.kda_uses import Judged
-
-    kernels = lab.kernels(spec)
-    for case in listed(spec):
-        lab.put(Judged(case, lab.solved(spec, case), "cuda").use, kernels)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=label)
@@ -199,6 +200,15 @@ def test_more_elements_than_32_bits_count(lab: Lab, spec: Specialization) -> Non
 
     _need(100)
     lab.put(Wide(spec).use, lab.kernels(spec))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=label)
+def test_answers_are_within_their_bounds(lab: Lab, spec: Specialization) -> None:
+    from tests.search_space.kda_uses import Judged
+
+    kernels = lab.kernels(spec)
+    for case in listed(spec):
+        lab.put(Judged(case, lab.solved(spec, case), "cuda").use, kernels)
 
 
 @pytest.mark.parametrize("spec", MAINS, ids=label)
@@ -288,58 +298,76 @@ def test_a_wrong_argument_is_refused(lab: Lab, template: str, wrong: str) -> Non
         lab.put(Use("12 refusals", wrong, refused, calls=1), lab.kernels(spec, template)[:1])
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_race_is_found(lab: Lab, planted: str) -> None:
-    """By what is asked of every configuration: a wrong answer, not the same twice, a fault, a hang.
+Processes = Mapping[str, "subprocess.Popen[str]"]
 
-    In a process of its own, which may lose its device.
-    """
-    script = [sys.executable, "-m", "tests.search_space.kda_planted", str(lab.folder), planted]
-    with subprocess.Popen(
-        script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=90)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = f"{process.communicate()[0]}did not end"
+
+def _started(commands: Mapping[str, Sequence[str]]) -> Iterator[Processes]:
+    """All at once, in this checkout; killed in the end."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    begun = {
+        name: subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        for name, command in commands.items()
+    }
+    yield begun
+    for process in begun.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def raced(_lab: Lab) -> Iterator[Processes]:
+    """`kda_planted` for each planted race: it may cost its process the device."""
+    script = [sys.executable, "-m", "tests.search_space.kda_planted", str(_lab.folder)]
+    yield from _started({planted: [*script, planted] for planted in PLANTED})
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_race_is_found(lab: Lab, raced: Processes, planted: str) -> None:
+    """By what is asked of every configuration: a wrong answer, not the same twice, a fault, a hang."""
+    try:
+        said, _ = raced[planted].communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        raced[planted].kill()
+        said = f"{raced[planted].communicate()[0]}did not end"
     print(said)  # noqa: T201
     _, healthy, found = said.partition("the healthy one is right\n")
     assert healthy, said
     lab.note(planted, control(planted)[1], "" if found.strip() else "was not found")
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-
 @pytest.fixture(scope="module")
-def watched(_lab: Lab) -> Iterator[Mapping[str, "subprocess.Popen[str]"]]:
-    """`kda_sanitized` under every tool of compute-sanitizer, all at once."""
+def sanitized_run(_lab: Lab) -> Callable[[str, str], list[str]]:
+    """The command that runs `kda_sanitized` for a subject under a tool of compute-sanitizer."""
     program = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
     script = [sys.executable, "-m", "tests.search_space.kda_sanitized", str(_lab.folder)]
-    started = {
-        tool: subprocess.Popen(
-            [program, "--tool", tool, "--show-backtrace", "no", *script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=_environment(),
-        )
-        for tool in TOOLS
-    }
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
+    return lambda tool, subject: [program, "--tool", tool, "--show-backtrace", "no", *script, subject]
+
+
+@pytest.fixture(scope="module")
+def watched(sanitized_run: Callable[[str, str], list[str]]) -> Iterator[Processes]:
+    """Every tool at once; racecheck beside them on the planted races, or its silence would say nothing."""
+    commands = {tool: sanitized_run(tool, tool) for tool in TOOLS}
+    yield from _started(commands | {planted: sanitized_run("racecheck", planted) for planted in PLANTED})
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_sanitizer_finds_nothing(watched: Mapping[str, "subprocess.Popen[str]"], tool: str) -> None:
+def test_a_sanitizer_finds_nothing(watched: Processes, tool: str) -> None:
     report, _ = watched[tool].communicate(timeout=600)
-    assert report.count("== kda_sm90") == len(sanitized()), report[-3000:]
+    assert report.count("== kda_sm90") == len(sanitized(tool)), report[-3000:]
     assert re.search(r"SUMMARY: 0 (errors|hazards)", report), report[:6000]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_racecheck_finds_a_planted_race(watched: Processes, planted: str) -> None:
+    report, _ = watched[planted].communicate(timeout=600)
+    assert "Race reported" in report, report[-2000:]
