@@ -300,7 +300,10 @@ class Timer:
         problems = [self._problems(target, rng) for target in self.targets]
         with blaming_baseline():
             _move(baseline)
-        _move(candidate)
+        if self.waits:
+            _move(candidate)
+        else:  # never timed before: it has a process of its own since the gate began
+            candidate.runner.renew()
         blocks = []
         with self.quiet():
             for posed in problems:

@@ -113,12 +113,27 @@ def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.Mon
     turns = " ".join(order).replace("my call my call my call my end", "mine")
     turns = turns.replace("their call their call their call their end", "theirs")
     *before, first, _ = turns.partition("theirs")
-    assert before == ["their start my start "]
+    assert before == ["their start my start my end "]
     assert first == "theirs"
-    timed = turns.split()[5:45]
+    timed = turns.split()[7:47]
     pairs = [tuple(timed[i : i + 2]) for i in range(0, 40, 2)]
     assert pairs.count(("mine", "theirs")) == pairs.count(("theirs", "mine")) == 10
     assert all(set(pairs[i : i + 2]) == {("mine", "theirs"), ("theirs", "mine")} for i in range(0, 20, 2))
+
+
+def test_two_kernels_are_timed_again_in_other_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidate's process is new when it is first timed, the baseline's may be old."""
+    order: list[str] = []
+    with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
+        watch(candidate, lambda event: order.append(f"my {event}"), monkeypatch)
+        watch(baseline, lambda event: order.append(f"their {event}"), monkeypatch)
+        assert baseline.runner.alive
+        assert candidate.runner.alive
+        again = timer()
+        for starts in (1, 2):
+            assert isinstance(again.time(candidate, baseline), Timed)
+            assert order.count("my start") == starts
+            assert order.count("their start") == starts + 1
 
 
 def test_quiet_holds_while_kernels_run_and_not_while_inputs_are_drawn(
@@ -164,7 +179,7 @@ def test_inputs_are_written_after_the_last_call_before_them(
 
         monkeypatch.setattr(candidate, "place_in", placing)
         assert isinstance(timer().time(candidate, baseline), Timed)
-    lives = " ".join(events).removeprefix("start").split("end")
+    lives = " ".join(events).removeprefix("start end").split("end")
     assert [life.split() for life in lives[: 2 * PLAN.samples]] == [
         ["small", "call", "call", "timed", "call"]
     ] * (2 * PLAN.samples)
