@@ -12,6 +12,7 @@ import pytest
 from evotune.errors import DeviceLost
 from evotune.fitness import _cuda_child as child
 from evotune.fitness import cuda_runner
+from evotune.fitness.build import BuildPlan
 from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
 from evotune.fitness.cuda_runner import CudaCell, CudaProcess
 from evotune.fitness.cuda_timing import Bands
@@ -217,6 +218,22 @@ def test_a_device_that_slows_down_is_lost(evaluator: FakeEvaluator, monkeypatch:
     monkeypatch.setattr("evotune.fitness.cuda.CANARY_BAND", 100.0)
     evaluator._doubted = False
     assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
+
+
+def test_a_study_says_what_built_objects_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(Exception):
+        pass
+
+    def opening(directory: Path, limit_bytes: int | None = None) -> None:
+        raise Opened(directory, limit_bytes)
+
+    monkeypatch.setattr("evotune.fitness.cuda.Cache", opening)
+    monkeypatch.setattr(FakeEvaluator, "folder", tmp_path)
+    problem = Problem(WorkspaceTemplate(), KdaOperator(), WORKLOADS)
+    settings = replace(SETTINGS, build=BuildPlan(cache_mib=7))
+    with pytest.raises(Opened) as told:
+        FakeEvaluator(problem, list(OBJECTIVES.values()), settings=settings, cache=tmp_path)
+    assert told.value.args == (tmp_path, 7 << 20)
 
 
 def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
