@@ -228,7 +228,7 @@ def test_a_study_says_what_built_objects_may_take(tmp_path: Path, monkeypatch: p
         raise Opened(directory, limit_bytes)
 
     monkeypatch.setattr("evotune.fitness.cuda.Cache", opening)
-    monkeypatch.setattr(FakeEvaluator, "folder", tmp_path)
+    monkeypatch.setattr(FakeEvaluator, "folder", tmp_path, raising=False)
     problem = Problem(WorkspaceTemplate(), KdaOperator(), WORKLOADS)
     settings = replace(SETTINGS, build=BuildPlan(cache_mib=7))
     with pytest.raises(Opened) as told:
