@@ -246,10 +246,16 @@ def _move(session: Session[Runner]) -> None:
 
     Where a process and its inputs come to lie makes it fast or slow for life: of 18 comparisons of a kernel
     with itself, two processes each, one was won by 7.1 % in 24 blocks of 24 and one lost by 2.2 % in 23.
-    Drawn anew for every block it is noise like any other. 40 ms.
+    Drawn anew for every block of a comparison it is noise like any other. 40 ms. In screening the baseline
+    stays where it is: what its place adds to every candidate's ratio alike does not change their order, and
+    drawn anew it would.
     """
     session.close()
     _ = session.runner
+
+
+def _renew(session: Session[Runner]) -> None:
+    session.runner.renew()
 
 
 def _raised(samples: Mapping[int, _Sample], least_us: float) -> tuple[float, ...]:
@@ -298,12 +304,10 @@ class Timer:
     ) -> tuple[list[_Block], float]:
         """Blocks that ran to their end, and the candidate's host cost of a call."""
         problems = [self._problems(target, rng) for target in self.targets]
+        anew = _move if self.waits else _renew
         with blaming_baseline():
-            _move(baseline)
-        if self.waits:
-            _move(candidate)
-        else:  # never timed before: it has a process of its own since the gate began
-            candidate.runner.renew()
+            anew(baseline)
+        anew(candidate)
         blocks = []
         with self.quiet():
             for posed in problems:
