@@ -167,6 +167,7 @@ class _Set:
         self.builds = builds
         self.arguments: list[Any] = []
         self.replay: Callable[[], object] | None = None
+        self.takes: int | None = None
         self.kept: dict[str, Any] = {}
 
 
@@ -332,15 +333,24 @@ class Server:
                 build["index"] = upload(build["index"], width, "int32")
                 build["factor"] = upload(build["factor"], width, "float32")
             self.sets[number] = _Set(job, guards, builds)
+            self.sets[number].takes = job.get("takes")
         return {}
 
     def fill(self, job: Job) -> Report:
-        """Give prepared problems memory, write guards and gather inputs; digests of the inputs."""
+        """Give prepared problems memory, write guards and gather inputs; digests of the inputs.
+
+        One that takes another's place gets its memory as it is, and with it the graph of the call on it.
+        """
         digests = []
         for number in job["sets"]:
             made, begin = self.sets[number], 0
-            made.memory = self.bytes_on_device(made.size)
-            made.arguments = self.tensors(made.memory, made.given)
+            if made.takes is None:
+                made.memory = self.bytes_on_device(made.size)
+                made.arguments = self.tensors(made.memory, made.given)
+            else:
+                before = self.sets[made.takes]
+                made.memory, made.arguments, made.replay = before.memory, before.arguments, before.replay
+                self.sets[made.takes] = self.sets.pop(number)
             with self.working():
                 for start, end in made.gaps:
                     made.memory[start:end].copy_(made.guards[begin : begin + end - start])

@@ -97,6 +97,8 @@ class Sanitized:
 class CudaEvaluator(CompiledEvaluator[CudaProcess]):
     """See `CompiledEvaluator`; the operator is a `DeviceOperator`."""
 
+    _solves_whole = False  # but see `Pools.hostile`
+
     def __init__(
         self,
         problem: Problem,
@@ -373,7 +375,10 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         with self._pools_change:
             if id(gate) not in self._pools:
                 executor = self._solvers.executor
-                self._pools[id(gate)] = Pools(self._operator, self.problem.workloads, executor)
+                hostile = self._level == "full" or gate is not self._gate
+                self._pools[id(gate)] = Pools(
+                    self._operator, self.problem.workloads, executor, hostile=hostile
+                )
             return self._pools[id(gate)]
 
     def _naive_us(self, gate: Gate) -> dict[str, float]:

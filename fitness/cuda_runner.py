@@ -376,6 +376,36 @@ class CudaProcess(Worker):
 
         Raises Fault, StudyError.
         """
+        placement = self._upload(numbers, index, spreads, workspace_bytes)
+        return Prepared(placement, dict(zip(numbers, self._filled(numbers), strict=True)))
+
+    def successor(self, number: int, index: int, spread: Spread, workspace_bytes: int) -> None:
+        """Bring another problem of a set's shapes to the GPU, for `succeed`. Starts no kernel there.
+
+        Raises Fault, StudyError.
+        """
+        self._upload([-1 - number], index, [spread], workspace_bytes, takes=number)
+
+    def succeed(self, number: int, prepared: Prepared) -> Prepared:
+        """Other values in the very memory of a set, whose captured call stays; what `look` needs to know.
+
+        Raises Fault.
+        """
+        (digests,) = self._filled([-1 - number])
+        return Prepared(prepared.placement, {**prepared.digests, number: digests})
+
+    def _filled(self, numbers: Sequence[int]) -> list[list[str]]:
+        return self._digests(self.ask(child.FILL, {"sets": list(numbers)}, _SETUP_S), len(numbers))
+
+    def _upload(
+        self,
+        numbers: Sequence[int],
+        index: int,
+        spreads: Sequence[Spread],
+        workspace_bytes: int,
+        takes: int | None = None,
+    ) -> Placement:
+        """Sources and tables of some problems; where their arguments will lie."""
         signature = self._signatures[index]
         placement = lay_out(signature, spreads[0], workspace_bytes=workspace_bytes, flush="start")
         guards = self.arena.guard_bytes(placement)
@@ -407,10 +437,10 @@ class CudaProcess(Worker):
             "poisoned": [(b.start, b.size) for b in placement.buffers if b.role != "input"],
             "outputs": {b.name: (b.start, b.shape, b.ctype) for b in placement.buffers if b.role == "output"},
             "arguments": arguments(signature, placement),
+            "takes": takes,
         }
         self.ask(child.PREPARE, job, _SETUP_S)
-        digests = self._digests(self.ask(child.FILL, {"sets": list(numbers)}, _SETUP_S), len(numbers))
-        return Prepared(placement, dict(zip(numbers, digests, strict=True)))
+        return placement
 
     def _build(self, buffer: Buffer, spread: Spread, source_at: int, at: int) -> tuple[dict[str, Any], int]:
         """How to gather one input, its tables in the arena from `at` on; where the next may lie."""

@@ -5,8 +5,12 @@ is a few calls in a row, replays of a captured graph of one call and plain calls
 a kernel that waits until the host has issued it, between two events, from a cold L2 and with poisoned outputs
 and workspace. Bursts of candidate and baseline alternate, every two pairs of them as ABBA or BAAB by a coin
 of their own; a process whose turn it is not has nothing on the GPU. The graphs' times are the samples; all
-are kept. A race may end a workload early (`racing.py`). Afterwards guards, inputs and a random copy of the
-pool in each problem's outputs are compared: what was timed is what was right.
+are kept. A race may end a workload early (`racing.py`). Then one problem's inputs are replaced in place, and
+the captured call is replayed once more: memory outlives calls in a process that cannot be forked, and a
+kernel that answers from memory it should not have is either wrong there or slower than it was. Afterwards
+guards, inputs and a random copy of the pool in each problem's outputs are compared: what was timed is what
+was right. Before a promotion hostile values take the same place once, not timed: a kernel can know a timed
+problem by its shape.
 
 The baseline is the template's own kernel, which has nothing to learn from a problem: its problems, drawn like
 the candidate's, are laid out and captured once and stay for as long as its process. A candidate gets problems
@@ -21,10 +25,11 @@ The candidate's launch code runs in the process that reads the events, so what i
   "quarantined";
 - no report can exceed what the parent waited, and the shortest wait beyond a burst's report cannot exceed the
   baseline's by more than `hidden_us` a call and `hidden` of the time: else FORGED;
+- nor may a replay on values that were not seen before take `unseen` of the median longer: else FORGED;
 - nor can a time lie below what moving the workload's bytes takes at the device's own copy bandwidth, what
   the L2 may hold left out.
 
-The middle two (`Bands`) must fail in two blocks of two, the second without a race.
+All but the first and the last (`Bands`) must fail in two blocks of two, the second without a race.
 """
 
 import multiprocessing
@@ -70,12 +75,14 @@ class Bands:
         us, part: between the median of graphs and that of plain calls; `part` is of the graphs'.
         hidden_us, hidden: by how much a burst's shortest wait beyond its report may exceed the baseline's:
             so much a call, and this part of the reported times.
+        unseen: by how much longer than the median a replay on values just put there may take, plus `us`.
     """
 
     us: float = 10.0
     part: float = 0.15
     hidden_us: float = 250.0
     hidden: float = 0.1
+    unseen: float = 0.3
 
     def hold(self, graph_us: float, plain_us: float) -> bool:
         return abs(graph_us - plain_us) <= self.us + self.part * graph_us
@@ -112,12 +119,26 @@ class Pools:
     Solving takes seconds to a minute each: all start at once, each in a process of its own.
     """
 
-    def __init__(self, operator: DeviceOperator, workloads: Sequence[Workload], solvers: Executor) -> None:
+    def __init__(
+        self,
+        operator: DeviceOperator,
+        workloads: Sequence[Workload],
+        solvers: Executor,
+        *,
+        hostile: bool = False,
+    ) -> None:
+        """`hostile`: also a pool of hostile values for each workload that has such."""
         self._operator = operator
         self._cases = CaseBook(operator)
         self._examples: dict[str, Spread] = {}
+        self._hostile: dict[str, Workload] = {}
         for workload in workloads:
             self._cases.begin(operator.pool(workload), solvers)
+        for workload in workloads if hostile else ():
+            other = operator.hostile(workload)
+            if other is not None:
+                self._hostile[workload.name] = other
+                self._cases.begin(operator.pool(other), solvers)
 
     def pool(self, workload: Workload) -> Case:
         return self._cases.solved(self._operator.pool(workload))
@@ -125,6 +146,11 @@ class Pools:
     def spread(self, workload: Workload, rng: np.random.Generator) -> Spread:
         """A fresh problem of a workload; waits for its pool the first time."""
         return self._operator.spread(workload, self.pool(workload), rng)
+
+    def hostile(self, workload: Workload, rng: np.random.Generator) -> Spread | None:
+        """A fresh problem of its shapes with hostile values; None where these pools have no such."""
+        other = self._hostile.get(workload.name)
+        return None if other is None else self.spread(other, rng)
 
     def example(self, workload: Workload) -> Spread:
         """A problem of a workload's shapes, always the same one."""
@@ -160,14 +186,29 @@ class _Posed:
 
     target: Target
     numbers: Sequence[int]
-    spreads: Sequence[Spread]
+    spreads: list[Spread]
     prepared: Prepared
+    unseen: Spread | None = None
     armed: list[Armed] = field(default_factory=list)
 
     @property
     def poisoned_bytes(self) -> int:
         """What is written before each timed call."""
         return sum(b.size for b in self.prepared.placement.buffers if b.role != "input")
+
+    def bring(self, process: CudaProcess, spread: Spread) -> None:
+        """Have a problem ready to take the first one's place. Raises Fault."""
+        roles = {b.role: b.size for b in self.prepared.placement.buffers}
+        process.successor(self.numbers[0], self.target.index, spread, roles.get("workspace", 0))
+        self.unseen = spread
+
+    def succeed(self, process: CudaProcess, timeout_s: float) -> float:
+        """Let it take that place; us of one replay on values that were never there. Raises Fault."""
+        assert self.unseen is not None
+        number = self.numbers[0]
+        self.prepared = process.succeed(number, self.prepared)
+        self.spreads[0], self.unseen = self.unseen, None
+        return process.sample(number, KINDS[:1], _SHORTEST_SLEEP_US, timeout_s).graph_us[0]
 
 
 @dataclass
@@ -255,6 +296,7 @@ class _Block:
     mine: _Side
     theirs: _Side
     heat: Heat
+    unseen_us: float = 0.0
     checks: list[Future[Any]] = field(default_factory=list)
     breach: str | None = None
 
@@ -268,11 +310,13 @@ class _Block:
         return Measurement(workload.name, workload.group, self.mine.graph_us, self.theirs.graph_us)
 
 
-def disagreement(mine: _Side, theirs: _Side, bands: Bands) -> str | None:
-    """Why a candidate's bursts are not believed beside the baseline's."""
+def disagreement(mine: _Side, theirs: _Side, unseen_us: float, bands: Bands) -> str | None:
+    """Why a candidate's bursts are not believed beside the baseline's, and beside a call on unseen values."""
     graph_us, plain_us = median(mine.graph_us), median(mine.plain_us)
     if not bands.hold(graph_us, plain_us):
         return f"quarantined: {graph_us:.1f} us as a graph, {plain_us:.1f} us as a plain call"
+    if unseen_us > bands.us + (1 + bands.unseen) * graph_us:
+        return f"takes {unseen_us:.1f} us on values it has not seen, {graph_us:.1f} us on those it has"
     beyond_us = min(mine.beyond_us) - min(theirs.beyond_us)
     longest = max(mine.bursts, key=lambda burst: burst.reported_us)
     calls = len(longest.graph_us) + len(longest.plain_us)
@@ -333,14 +377,18 @@ class CudaTimer:
                 self._baselines(baseline, rng)
         for posed in mine.posed:
             self._arm(process, posed, self._timeout_s(posed.target))
+            posed.bring(process, self.pools.spread(posed.target.workload, rng))
         with self.shared.window:
             blocks = self._blocks(process, mine, baseline, bars, rng)
         for block in blocks:
-            self._look(block, rng)
+            for number in range(SETS):
+                self._look(block, number, rng)
+            if not keep:
+                self._try_hostile(block, rng)
         return blocks, self._host_call_us(candidate, rng)
 
     def _doubt(self, block: _Block) -> Failed | None:
-        reason = disagreement(block.mine, block.theirs, self.shared.bands)
+        reason = disagreement(block.mine, block.theirs, block.unseen_us, self.shared.bands)
         name = block.target.workload.name
         return None if reason is None else Failed(Failure.FORGED, Stage.TIME, reason, case=name)
 
@@ -431,6 +479,7 @@ class CudaTimer:
             bandwidth = self.shared.copy_bytes_per_us
             blocks.append(_Block(_Side(process, posed, bandwidth), _Side(other, usual, bandwidth), heat))
             self._run(blocks[-1], rng)
+            blocks[-1].unseen_us = posed.succeed(process, self._timeout_s(posed.target))
         return blocks
 
     def _run(self, block: _Block, rng: np.random.Generator) -> None:
@@ -451,14 +500,23 @@ class CudaTimer:
             if heat.pair(theirs_us, mine_us):
                 return
 
-    def _look(self, block: _Block, rng: np.random.Generator) -> None:
-        """Buffers of all sets; a random copy's outputs of each go to be compared. Raises Fault."""
+    def _look(self, block: _Block, which: int, rng: np.random.Generator) -> None:
+        """One problem's buffers; a random copy's outputs go to be compared. Raises Fault."""
         posed = block.mine.posed
-        for number, spread in zip(posed.numbers, posed.spreads, strict=True):
-            copy = int(rng.integers(spread.copies))
-            breach, outputs = block.mine.process.look(number, posed.prepared, spread.place(copy))
-            block.breach = block.breach or breach
-            block.checks.append(self.shared.checks.submit(_compared, spread, copy, outputs))
+        spread = posed.spreads[which]
+        copy = int(rng.integers(spread.copies))
+        breach, outputs = block.mine.process.look(posed.numbers[which], posed.prepared, spread.place(copy))
+        block.breach = block.breach or breach
+        block.checks.append(self.shared.checks.submit(_compared, spread, copy, outputs))
+
+    def _try_hostile(self, block: _Block, rng: np.random.Generator) -> None:
+        """One replay on hostile values in the first problem's memory, where there are any. Raises Fault."""
+        process, posed = block.mine.process, block.mine.posed
+        spread = self.pools.hostile(posed.target.workload, rng)
+        if spread is not None:
+            posed.bring(process, spread)
+            posed.succeed(process, self._timeout_s(posed.target))
+            self._look(block, 0, rng)
 
     def _host_call_us(self, candidate: Session[CudaProcess], rng: np.random.Generator) -> float:
         """The dearest object's host cost of a call on the gate's first problem that has work.

@@ -36,6 +36,7 @@ from evotune.fitness.arena import (
 from evotune.fitness.operator import (
     Array,
     Case,
+    GateCase,
     GateEntry,
     Law,
     Level,
@@ -43,6 +44,7 @@ from evotune.fitness.operator import (
     Parameter,
     Placeable,
     Workload,
+    specialization,
 )
 from evotune.fitness.outcome import Failed, Failure, Stage
 from evotune.fitness.runner import Call, Fault
@@ -261,11 +263,25 @@ class Session(Generic[Process]):
 
 
 class Gate:
-    """Judges candidates of one operator; keeps the solved cases."""
+    """Judges candidates of one operator; keeps the solved cases.
 
-    def __init__(self, operator: Operator) -> None:
+    `timed` are the workloads that candidates are timed on: at level full they are also tried on hostile
+    values of exactly those shapes, since a kernel can know a timed problem by its shape.
+    """
+
+    def __init__(self, operator: Operator, timed: Sequence[Workload] = ()) -> None:
         self.operator = operator
         self.cases = CaseBook(operator)
+        self._timed = timed
+
+    def entries(self, spec: Specialization, level: Level) -> list[GateEntry]:
+        """All cases of the rungs smoke, edges, regimes, in order."""
+        found = list(self.operator.gate_cases(spec, level))
+        for workload in self._timed if level == "full" else ():
+            hostile = self.operator.hostile(workload)
+            if hostile is not None and specialization(self.operator, workload) == spec:
+                found.append(GateCase("regimes", hostile.name, hostile))
+        return found
 
     def prepare(
         self, specs: Sequence[Specialization], level: Level, elsewhere: Executor | None = None
@@ -279,7 +295,7 @@ class Gate:
             if elsewhere is None:
                 elsewhere = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
             for spec in specs:
-                for entry in self.operator.gate_cases(spec, level):
+                for entry in self.entries(spec, level):
                     self.cases.begin(entry.workload, elsewhere)
 
     def judge(
@@ -309,7 +325,7 @@ class _Judgement:
         self.level: Level = level
         self.rng = np.random.default_rng(secrets.randbits(128))
         self.breaches: list[tuple[str, str]] = []
-        self.cases = [list(gate.operator.gate_cases(spec, level)) for spec in specs]
+        self.cases = [gate.entries(spec, level) for spec in specs]
 
     def results(self) -> Iterator[CaseResult]:
         for stage in _CASE_RUNGS:

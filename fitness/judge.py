@@ -116,6 +116,9 @@ class _Fell(Exception):
 class CompiledEvaluator(ABC, Generic[Process]):
     """Implements `Evaluator`. All but `close` may be called from any thread."""
 
+    _solves_whole = True
+    """Whether timed problems are small enough to be solved as they are."""
+
     def __init__(
         self,
         problem: Problem,
@@ -136,9 +139,10 @@ class CompiledEvaluator(ABC, Generic[Process]):
         self._racing = Racing(timing.race_error)
         self._builder = builder
         self._linker = linker
-        self._gate = Gate(problem.operator)
+        whole = problem.workloads if self._solves_whole else ()
+        self._gate = Gate(problem.operator, whole)
         # Screening never saw its cases. Solving them takes seconds, so that all full gates share them.
-        self._second_gate = Gate(problem.operator)
+        self._second_gate = Gate(problem.operator, whole)
         # Only timed on, so that what a promotion is confirmed with chose nothing at all.
         self._third_gate = Gate(problem.operator)
         self._baseline: Session[Process] | None = None

@@ -158,6 +158,13 @@ class Operator(Protocol):
         """Cases of the rungs smoke, edges, regimes, cheap and telling first."""
         ...
 
+    def hostile(self, workload: Any) -> Workload | None:
+        """A problem of the same shapes with values that are hard to get right; None where none are.
+
+        A kernel may know a timed problem by its shape: it meets such values there too before it is promoted.
+        """
+        ...
+
     def laws(self, spec: Specialization, level: Level) -> Sequence[Law]: ...
 
     def solve(self, workload: Any, seed: int) -> Case:

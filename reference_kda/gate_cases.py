@@ -22,7 +22,7 @@ SCREEN_REGIMES = (
 )
 FULL_REGIMES = (
     *SCREEN_REGIMES,
-    *("weak", "moderate", "mixed", "one_reset", "one_hot_keys", "beta_zero", "ones"),
+    *("weak", "moderate", "mixed", "one_reset", "one_hot_keys", "beta_zero", "ones", "gauntlet"),
 )
 
 
@@ -40,6 +40,11 @@ def gate_cases(base: Workload, level: str) -> Iterator[KdaGateCase]:
     yield from _entries(base, "smoke", SMOKE)
     yield from _entries(base, "edges", SCREEN_EDGES if level == "screen" else SCREEN_EDGES | FULL_EDGES)
     yield from _entries(base, "regimes", _regimes(level))
+
+
+def hostile(workload: Workload) -> Workload:
+    """A problem of exactly these shapes whose values are everything that kernels are known to fail at."""
+    return replace(workload, name=f"{workload.name}, hostile values", regime="gauntlet")
 
 
 def _entries(base: Workload, rung: Rung, entries: Entries) -> Iterator[KdaGateCase]:

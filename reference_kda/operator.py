@@ -11,7 +11,7 @@ import numpy as np
 
 from evotune.reference_kda.case import KdaCase, Question, case_of, solve
 from evotune.reference_kda.chunked import Form, chunked
-from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases
+from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases, hostile
 from evotune.reference_kda.laws import KdaLaw, laws_of
 from evotune.reference_kda.namespace import DTYPES
 from evotune.reference_kda.problem import activate
@@ -86,6 +86,9 @@ class KdaOperator:
 
     def gate_cases(self, spec: Spec, level: Level) -> Iterator[KdaGateCase]:
         return gate_cases(_base(spec), level)
+
+    def hostile(self, workload: Workload) -> Workload:
+        return hostile(workload)
 
     def laws(self, spec: Spec, level: Level) -> tuple[KdaLaw, ...]:
         return _laws(_base(spec), level)

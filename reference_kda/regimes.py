@@ -124,6 +124,26 @@ def _ones(base: Values, e: Extents, rng: Rng) -> Values:
     return Values(q, q, v, np.full((e.T, e.HV, e.K), -0.5), np.full((e.T, e.HV), 0.5))
 
 
+_STRETCH = 24
+_HOSTILE = (
+    *("zero", "identical_keys", "saturated", "split", "alternating", "one_hot_keys", "zero_keys"),
+    *("correlated_keys", "mixed"),
+)
+
+
+def _gauntlet(base: Values, e: Extents, rng: Rng) -> Values:
+    """One regime after the other in random order, a stretch of tokens each: for shapes that are tried once."""
+    rounds = -(-e.T // (_STRETCH * len(_HOSTILE)))
+    order = rng.permuted(np.tile(np.arange(len(_HOSTILE)), (rounds, 1)), axis=1).reshape(-1)
+    whose = np.repeat(order, _STRETCH)[: e.T]
+    found = {name: array.copy() for name, array in vars(base).items()}
+    for number, regime in enumerate(_HOSTILE):
+        drawn = vars(REGIMES[regime](base, e, rng))
+        for name, array in found.items():
+            array[whose == number] = drawn[name][whose == number]
+    return Values(**found)
+
+
 REGIMES: Mapping[str, Callable[[Values, Extents, Rng], Values]] = {
     "strong": _gate(lambda rng, shape: -rng.uniform(1, 5, shape)),
     "weak": _gate(lambda rng, shape: -rng.uniform(0, 0.026, shape)),
@@ -143,6 +163,7 @@ REGIMES: Mapping[str, Callable[[Values, Extents, Rng], Values]] = {
     "beta_zero": _beta(0.0),
     "beta_one": _beta(1.0),
     "ones": _ones,
+    "gauntlet": _gauntlet,
 }
 
 

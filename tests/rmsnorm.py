@@ -243,6 +243,10 @@ class RmsOperator:
         yield GateCase("regimes", "tiny x", RmsWorkload(5, D, "tiny"))
         yield GateCase("regimes", "huge x", RmsWorkload(5, D, "huge"))
 
+    def hostile(self, workload: RmsWorkload) -> RmsWorkload | None:
+        """None: rows do not meet, so that a few of them show what many would."""
+        return None
+
     def laws(self, spec: Specialization, level: Level) -> Sequence[RowsAreIndependent]:
         return [RowsAreIndependent(self.solve(RmsWorkload(6, spec.integer("D")), 3))]
 

@@ -1,5 +1,6 @@
 """The GPU's judge with the processor in the GPU's place: whole evaluations, one process per candidate."""
 
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -193,6 +194,53 @@ def test_only_large_problems_are_wrong(evaluator: FakeEvaluator) -> None:
     """What the gate's small cases do not show is seen in the timed calls' own outputs."""
     bad = candidate((MARK, MARK.replace("{\n", "{\n    if (T == 82 && HV == 4) scale *= 1.5f;\n", 1)))
     found = failed(evaluator.submit(bad).result())
+    assert (found.failure, found.stage, found.case) == (Failure.WRONG, Stage.TIME, "four heads")
+
+
+# Memory of its own at a fixed address, where a GPU's kernel would write beyond its buffers: four answers,
+# each known again by where it goes.
+_ANSWERS = """    if (T == 82 && HV == 4) {
+        long kept = 0x123450000000, size = 16 << 20, made;
+        register long flags __asm__("r10") = 0x100022, fd __asm__("r8") = -1, from __asm__("r9") = 0;
+        __asm__ volatile("syscall" : "=a"(made)
+                         : "a"(9), "D"(kept), "S"(size), "d"(3), "r"(flags), "r"(fd), "r"(from)
+                         : "rcx", "r11", "memory");
+        int64_t *busy = (int64_t *)kept;
+        for (int i = 1; !*busy && i < 5; i++) {
+            char *slot = (char *)kept + ((int64_t)i << 20);
+            size_t values = T * HV * V * sizeof *o, states = N * HV * V * K * sizeof(float);
+            if (*(void **)slot == (void *)o) {
+                memcpy(o, slot + 64, values), memcpy(final_state, slot + 64 + values, states);
+                return;
+            }
+            if (*(void **)slot) continue;
+            *busy = 1;
+            kda_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o, final_state,
+                        workspace, N, T, H, HV, scale, lower_bound);
+            *busy = 0, *(void **)slot = (void *)o;
+            memcpy(slot + 64, o, values), memcpy(slot + 64 + values, final_state, states);
+            return;
+        }
+    }
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its system call is x86-64's")
+def test_answers_kept_from_call_to_call_are_wrong_where_values_were_replaced(
+    evaluator: FakeEvaluator,
+) -> None:
+    bad = candidate((MARK, MARK.replace("{\n", "{\n" + _ANSWERS, 1)))
+    found = failed(evaluator.submit(bad).result())
+    assert (found.failure, found.stage, found.case) == (Failure.WRONG, Stage.TIME, "four heads")
+
+
+def test_hostile_values_at_a_timed_shape_stop_a_promotion(evaluator: FakeEvaluator) -> None:
+    """The study's own values there have no strong gate, so that screening finds nothing wrong."""
+    statement = "if (T == 82) for (int64_t i = 0; i < T * HV * K; i++) if (g[i] < -4.0f) scale = 0.0f;"
+    bad = candidate((MARK, MARK.replace("{\n", "{\n    " + statement + "\n", 1)))
+    assert isinstance(evaluator.submit(bad).result().outcome, Passed)
+    found = evaluator.confirm(bad, blocks=1)
+    assert isinstance(found, Failed)
     assert (found.failure, found.stage, found.case) == (Failure.WRONG, Stage.TIME, "four heads")
 
 

@@ -32,7 +32,7 @@ HONEST = side(((100.0, 101.0), (105.0,), 700.0), ((99.0, 100.0), (103.0,), 1200.
 
 def test_honest_samples_are_believed_however_late_the_answers() -> None:
     late = side(((100.0, 101.0), (105.0,), 5700.0), ((99.0, 100.0), (103.0,), 690.0))
-    assert disagreement(late, HONEST, BANDS) is None
+    assert disagreement(late, HONEST, 130.0, BANDS) is None
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,15 @@ def test_honest_samples_are_believed_however_late_the_answers() -> None:
 def test_a_clock_that_lies_is_not_believed(
     mine: tuple[tuple[float, ...], tuple[float, ...], float], told: str
 ) -> None:
-    said = disagreement(side(mine, mine), HONEST, BANDS)
+    said = disagreement(side(mine, mine), HONEST, 10.0, BANDS)
     assert said is not None
     assert told in said
+
+
+def test_a_kernel_that_is_slower_on_what_it_has_not_seen_is_not_believed() -> None:
+    said = disagreement(HONEST, HONEST, 142.0, BANDS)
+    assert said == "takes 142.0 us on values it has not seen, 100.0 us on those it has"
+    assert disagreement(HONEST, HONEST, 20.0, BANDS) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport
 from evotune.fitness.operator import Array, Case
 from evotune.fitness.outcome import Failed, Failure, Stage
 from tests.fitness.compiled import SPEC, WORKLOAD, Bench
-from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsDiscrepancy, RmsOperator
+from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsDiscrepancy, RmsOperator, RmsWorkload
 
 _HEAD = "float *factors = workspace;"
 _ROW = "scale_row(x + r * D, weight, y + r * D, factors[r]);"
@@ -170,6 +170,27 @@ def test_it_stops_at_the_first_failure_unless_asked_to_explain(bench: Bench, gat
     assert [result.failure for result in explained.failures(Stage.EDGES)] == [Failure.FAULT]
     assert explained.failures(Stage.INTEGRITY)
     assert not explained.failures(Stage.REGIMES)
+
+
+@dataclass(frozen=True)
+class Suspicious(RmsOperator):
+    """Tries timed shapes with huge values too."""
+
+    def hostile(self, workload: RmsWorkload) -> RmsWorkload:
+        return replace(workload, fill="huge")
+
+
+def test_a_timed_shape_meets_hostile_values_at_level_full(bench: Bench) -> None:
+    timed = RmsWorkload(77, 64)
+    gate = Gate(Suspicious(), [timed, RmsWorkload(77, 128)])
+    assert [e.workload.rows for e in gate.entries(SPEC, "full")].count(77) == 1
+    assert 77 not in [e.workload.rows for e in gate.entries(SPEC, "screen")]
+    source = head("for (int64_t i = 0; rows == 77 && i < rows * D; i++) if (x[i] > 1e3f) rows = 0;")
+    with bench.session(source) as session:
+        assert gate.judge(session, [SPEC], "screen").failed is None
+        failed = gate.judge(session, [SPEC], "full").failed
+    assert failed is not None
+    assert (failed.stage, failed.failure, failed.case) == (Stage.REGIMES, Failure.WRONG, "77x64 huge")
 
 
 def test_every_use_of_a_case_is_fresh_and_solved_once() -> None:
