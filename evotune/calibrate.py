@@ -16,6 +16,7 @@ import json
 import math
 import os
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,7 +43,7 @@ from evotune.setup import Setup
 if TYPE_CHECKING:
     from rich.table import Table
 
-BLOCKS = 60
+BLOCKS = 48
 POWER, CONFIDENCE = 0.8, 0.9
 NTH_TEST = 5
 """The resolution is that of a study's fifth test, when none before it found anything."""
@@ -76,7 +77,8 @@ class Noise:
     @property
     def far(self) -> float:
         """Share of blocks beyond three of that; 0.3 % for a normal law."""
-        return sum(abs(x) > 3 * self.sigma for x in self.log_ratios) / len(self.log_ratios)
+        reach = 3 * self.sigma
+        return sum(abs(x) > reach for x in self.log_ratios) / len(self.log_ratios)
 
     @property
     def memory(self) -> float:
@@ -246,14 +248,12 @@ def _caption(found: Calibration) -> str:
 
 def autocorrelation(values: Sequence[float]) -> float:
     """Of ranks at lag one, about their mean: heavy tails do not drown it. 0 for fewer than three values."""
-    n = len(values)
-    if n < 3:
+    ordered, n = sorted(values), len(values)
+    ranks = [bisect_left(ordered, v) + bisect_right(ordered, v) - n for v in values]
+    spread = sum(r * r for r in ranks)
+    if n < 3 or not spread:
         return 0.0
-    order = sorted(range(n), key=lambda i: values[i])
-    ranks = [0.0] * n
-    for rank, index in enumerate(order):
-        ranks[index] = rank - (n - 1) / 2
-    return sum(a * b for a, b in zip(ranks, ranks[1:], strict=False)) / sum(r * r for r in ranks)
+    return sum(a * b for a, b in zip(ranks, ranks[1:], strict=False)) / spread
 
 
 def upper_rank(n: int, quantile: float, confidence: float) -> int | None:

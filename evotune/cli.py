@@ -241,7 +241,7 @@ def calibrate(
         Path | None,
         typer.Argument(metavar="[STUDY.TOML]", help="The study file; by default the one that init writes."),
     ] = None,
-    blocks: Annotated[int, typer.Option(min=12, help="Paired blocks for each workload group.")] = 60,
+    blocks: Annotated[int, typer.Option(min=12, help="Paired blocks for each workload group.")] = 48,
     as_json: AsJson = False,
     unsafe: Unsafe = False,
 ) -> None:

@@ -1,0 +1,192 @@
+"""Calibration: what it reads off blocks, what it keeps, and that the resolution it states is the test's."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evotune.calibrate import (
+    CONFIDENCE,
+    POWER,
+    Calibration,
+    Noise,
+    autocorrelation,
+    calibrate,
+    load,
+    path_of,
+    upper_rank,
+)
+from evotune.errors import SandboxError, StudyError
+from evotune.fitness.evaluation import Fallen
+from evotune.fitness.outcome import Failed, Failure, Retry, Stage
+from evotune.fitness.sequential import power, spending, wins_needed
+from evotune.setup import Setup
+from tests.evotune.toy import ToyDevice, call, setup_of, study_file
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return setup_of(study_file(tmp_path))
+
+
+def noise(log_ratios: list[float], times_us: list[float] | None = None, every_s: float = 1.0) -> Noise:
+    n = len(log_ratios)
+    ended = tuple(every_s * (i + 1) for i in range(n))
+    return Noise(tuple(log_ratios), tuple(times_us or [100.0] * n), ended, 1.0)
+
+
+def test_noise_is_told_robustly() -> None:
+    rng = np.random.default_rng(0)
+    drawn = list(0.02 * rng.standard_normal(2000))
+    found = noise(drawn)
+    assert found.sigma == pytest.approx(0.02, rel=0.1)
+    assert found.far < 0.01
+    spoiled = noise([*drawn[:1900], *[0.7] * 100])
+    assert spoiled.sigma == pytest.approx(0.02, rel=0.15)
+    assert spoiled.far > 0.045
+
+
+def test_drift_is_the_slope_of_times_whatever_the_outliers() -> None:
+    seconds = np.arange(60)
+    times = list(100 * np.exp(0.1 * seconds / 60))
+    times[10] *= 3
+    times[40] *= 2
+    found = noise([0.0] * 60, times)
+    assert found.drift == pytest.approx(0.1, rel=0.05)
+    assert found.block_s == 1.0
+    assert noise([0.0] * 60).drift == 0
+
+
+def test_memory_is_the_autocorrelation_of_ranks() -> None:
+    rng = np.random.default_rng(1)
+    steps = rng.standard_t(2, 2000)
+    kept = [steps[0]]
+    for step in steps[1:]:
+        kept.append(0.8 * kept[-1] + step)
+    assert autocorrelation(kept) > 0.6
+    assert abs(autocorrelation(list(steps))) < 0.08
+    assert autocorrelation([1.0, -1.0] * 50) < -0.9
+    assert autocorrelation([1.0, 2.0]) == 0
+    assert autocorrelation([2.0] * 9) == 0
+
+
+@pytest.mark.parametrize("n", [8, 24, 60])
+@pytest.mark.parametrize("quantile", [0.5, 0.72])
+def test_the_order_statistic_bounds_the_quantile_as_surely_as_it_says(n: int, quantile: float) -> None:
+    rank = upper_rank(n, quantile, 0.9)
+    assert rank is not None
+
+    def sure(r: int) -> float:
+        """P(the value of that rank is at or above the quantile): at most r of n lie below."""
+        return sum(math.comb(n, i) * quantile**i * (1 - quantile) ** (n - i) for i in range(r + 1))
+
+    assert sure(rank) >= 0.9
+    assert rank == 0 or sure(rank - 1) < 0.9
+
+
+def test_too_few_blocks_resolve_nothing() -> None:
+    assert upper_rank(4, 0.72, 0.9) is None
+    assert noise([0.01] * 4).resolution(0.86) == math.inf
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng, n: 0.015 * rng.standard_normal(n),
+        lambda rng, n: 0.01 * rng.standard_t(2, n),
+        lambda rng, n: 0.01 * rng.standard_normal(n) + 0.7 * rng.choice([-1, 1, *[0] * 14], n),
+    ],
+    ids=["normal", "heavy", "outliers"],
+)
+def test_a_gain_of_the_resolution_is_found_with_the_power_that_is_stated(
+    draw: Callable[[np.random.Generator, int], np.ndarray],
+) -> None:
+    """In nine calibrations of ten, 200 of them: 25 or fewer of them too low come up less often than 94 %."""
+    rng, alpha = np.random.default_rng(2), spending(0.05, 5)
+    wins = wins_needed(alpha, POWER)
+    truth = draw(rng, 400_000)
+    found = [noise(list(draw(rng, 48))).resolution(wins) for _ in range(200)]
+    powerful = [np.mean(truth > -g) >= wins for g in found]
+    assert power(wins, alpha) == pytest.approx(POWER, abs=0.002)
+    assert sum(powerful) >= 200 * CONFIDENCE - 25
+    least = np.quantile(np.abs(truth), 2 * wins - 1)
+    assert np.median(found) < 2 * least, "and not by asking for far more"
+
+
+def test_calibration_is_kept_for_the_same_study_alone(setup: Setup, tmp_path: Path) -> None:
+    assert load(setup) is None
+    said: list[str] = []
+    judge = ToyDevice(setup, noise=0.02)
+    found = calibrate(setup, judge, blocks=30, say=said.append)
+    judge.close()
+    assert load(setup) == found
+    assert [line.split(":")[0] for line in said] == ["long", "short"]
+    assert judge.compared == [("long", "promotion"), ("short", "promotion")]
+    for group in ("long", "short"):
+        assert len(found.groups[group].log_ratios) == 30
+        assert 0 < found.resolution(group) < 0.2
+    (kept,) = path_of(setup).parent.iterdir()
+    assert kept == path_of(setup)
+
+    (tmp_path / "other").mkdir()
+    other = setup_of(study_file(tmp_path / "other", ("size = 1000", "size = 999")))
+    assert load(other) is None
+    renamed = setup_of(study_file(tmp_path / "other", ('name = "toy"', 'name = "again"'), ("= 40", "= 50")))
+    assert load(renamed) == found
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 0, "calibration": null}', "\udcff"])
+def test_a_damaged_calibration_is_none(setup: Setup, text: str) -> None:
+    path_of(setup).parent.mkdir(parents=True)
+    path_of(setup).write_text(text, errors="surrogateescape")
+    assert load(setup) is None
+
+
+def test_a_default_that_fails_is_the_users_to_know(setup: Setup) -> None:
+    wrong = Failed(Failure.WRONG, Stage.EDGES, "o, head 0: 3 × the bound")
+    for fate in (wrong, Fallen("it fails while it is timed")):
+        with pytest.raises(StudyError, match="default kernel fails"):
+            calibrate(setup, ToyDevice(setup, fates={0: fate}), say=lambda line: None)
+    assert load(setup) is None
+
+
+def test_trouble_is_tried_again_and_told_when_it_stays(setup: Setup) -> None:
+    busy = Retry("no room on the device")
+    found = calibrate(setup, ToyDevice(setup, fates={0: busy, 1: busy}), blocks=12, say=lambda line: None)
+    assert len(found.groups["long"].log_ratios) == 12
+    with pytest.raises(SandboxError, match="no room on the device"):
+        calibrate(setup, ToyDevice(setup, fates=dict.fromkeys(range(3), busy)), say=lambda line: None)
+
+
+def test_a_place_that_cannot_be_written_is_named(setup: Setup, cache: Path) -> None:
+    cache.write_text("a file where the directory should be")
+    with pytest.raises(StudyError, match="cannot keep the calibration in"):
+        calibrate(setup, ToyDevice(setup), blocks=12, say=lambda line: None)
+
+
+def test_the_fewer_blocks_a_test_has_the_coarser_it_is(setup: Setup) -> None:
+    found = Calibration({}, "", {"g": noise([0.001 * i for i in range(60)])}, 0.05, 32)
+    assert replace(found, most_blocks=16).resolution("g") > found.resolution("g")
+
+
+def test_the_command_prints_one_table(tmp_path: Path) -> None:
+    path = study_file(tmp_path)
+    shown = call("calibrate", path, "--blocks", "20")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("long", "short", "resolution", "drift", "memory", "noise"):
+        assert word in shown.stdout
+    assert "20 blocks" in shown.stderr
+    told = json.loads(call("calibrate", path, "--blocks", "20", "--json").stdout)
+    assert set(told["groups"]) == {"long", "short"}
+    assert 0 < told["groups"]["long"]["resolution"] < 0.5
+    assert told["subject"]["template"] == "toy"
