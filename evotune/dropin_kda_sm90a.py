@@ -135,14 +135,16 @@ def kda_forward(  # noqa: PLR0913 - the argument list is fla's
         facts = (scale, lower_bound, production, output_final_state, state_v_first, kernel)
         o, final_state = _operator(*tensors, *facts)
         return o, final_state if output_final_state else None
-    # What a plan follows from; most calls find theirs.
-    sequences = None if cu_seqlens is None else _shape_of("cu_seqlens", cu_seqlens)
-    key = (
-        *(_shape_of("q", q), _shape_of("v", v), q.dtype, q.device, sequences),
-        *(flags, lower_bound, A_log is None, dt_bias is None, kernel),
-    )
+    try:  # what a plan follows from; most calls find theirs
+        sequences = None if cu_seqlens is None else cu_seqlens.shape
+        gate = (flags, lower_bound, A_log is None, dt_bias is None)
+        key = (q.shape, v.shape, q.dtype, q.device, sequences, gate, kernel)
+    except AttributeError:
+        _refuse_others(q=q, v=v, cu_seqlens=cu_seqlens)
+        raise
     plan = _plans.get(key)
     if plan is None:
+        _refuse_others(q=q, v=v, cu_seqlens=cu_seqlens)
         contract = contract_of(flags, lower_bound, A_log, dt_bias)
         plan = _Plan.of(q, v, sequences, contract, lower_bound, kernel)
         if len(_plans) >= _KEPT:
@@ -163,11 +165,11 @@ def _not_offered(allow_neg_eigval: bool, return_intermediate_states: bool) -> st
     return "cp_context: a call computes whole sequences on one GPU"
 
 
-def _shape_of(name: str, x: Any) -> tuple[int, ...]:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch tensor, not {type(x).__name__}")
-    shape: tuple[int, ...] = x.shape
-    return shape
+def _refuse_others(**given: Any) -> None:
+    """Raises TypeError for what is neither a tensor nor None."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor | None):
+            raise TypeError(f"{name} must be a torch tensor, not {type(x).__name__}")
 
 
 Given = tuple[Any, ...]
@@ -180,7 +182,8 @@ class _Plan:
 
     Attributes:
         gate: dtype of g and beta as the kernel takes them.
-        q_rows, v_rows, g_rows, beta_rows: shapes with batch and time as one axis.
+        q_rows, v_rows, g_rows, beta_rows: of the shapes that the kernel takes, batch and time as one axis;
+            tensors without memory, since `view_as` costs half of what `view` does.
         sizes: N, T, H, HV.
         state: [N, HV, V, K].
         absent: stands for a state that is not given or not wanted.
@@ -196,10 +199,11 @@ class _Plan:
     q: tuple[int, ...]
     v: tuple[int, ...]
     g: tuple[int, ...]
-    q_rows: tuple[int, ...]
-    v_rows: tuple[int, ...]
-    g_rows: tuple[int, ...]
-    beta_rows: tuple[int, ...]
+    beta: tuple[int, ...]
+    q_rows: Tensor
+    v_rows: Tensor
+    g_rows: Tensor
+    beta_rows: Tensor
     sizes: tuple[int, int, int, int]
     state: tuple[int, int, int, int]
     absent: Tensor
@@ -245,10 +249,11 @@ class _Plan:
             q=q.shape,
             v=(B, T, HV, V),
             g=(B, T, HV, K),
-            q_rows=(B * T, H, K),
-            v_rows=(B * T, HV, V),
-            g_rows=(B * T, HV, K),
-            beta_rows=(B * T, HV),
+            beta=(B, T, HV),
+            q_rows=_shape_alone(B * T, H, K),
+            v_rows=_shape_alone(B * T, HV, V),
+            g_rows=_shape_alone(B * T, HV, K),
+            beta_rows=_shape_alone(B * T, HV),
             sizes=(N, B * T, H, HV),
             state=(N, HV, V, K),
             absent=torch.empty((0, HV, V, K), dtype=torch.float32, device=q.device),
@@ -267,34 +272,42 @@ class _Plan:
     ) -> tuple[Tensor, Tensor | None]:
         """The call, on the current stream of the current device, which is `device`."""
         q, k, v, g, beta, initial, cu, A_log, dt_bias = given
-        if self.contract == "plain":
-            g, beta = self._widened("g", g), self._widened("beta", beta)
+        production = self.contract == "production"
+        if not production:
+            g, beta = _widened("g", g), _widened("beta", beta)
         self._check("q", q, self.q, self.dtype)
         self._check("k", k, self.q, self.dtype)
         self._check("v", v, self.v, self.dtype)
         self._check("g", g, self.g, self.gate)
-        self._check("beta", beta, self.g[:3], self.gate, alignment=1)
+        self._check("beta", beta, self.beta, self.gate, 1)
         packed = self._regular() if cu is None else self._packed(cu)
         if check_values:
             self._check_values(g, beta, packed)
-        per_head = (self._per_head("A_log", A_log, 1), self._per_head("dt_bias", dt_bias, self.state[3]))
+        A: Any = None
+        bias: Any = None
+        if production:
+            A, bias = self._gate_parameters(A_log, dt_bias)
         start = self.absent if initial is None else self._initial(initial, state_v_first)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (
+            (q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad)
+            or (initial is not None and initial.requires_grad)
+            or (production and (A.requires_grad or bias.requires_grad))
+        ):
             _refuse_grad(given)
-        o = torch.empty(self.v_rows, dtype=self.dtype, device=self.device)
-        final = self.absent
+        o, final = torch.empty_like(v), self.absent
         if output_final_state:
-            final = torch.empty(self.state, dtype=torch.float32, device=self.device)
+            final = torch.empty(*self.state, dtype=torch.float32, device=self.device)
         self.function(
-            q.view(self.q_rows),
-            k.view(self.q_rows),
-            v.view(self.v_rows),
-            g.view(self.g_rows),
-            beta.view(self.beta_rows),
-            *per_head,
+            q.view_as(self.q_rows),
+            k.view_as(self.q_rows),
+            v.view_as(self.v_rows),
+            g.view_as(self.g_rows),
+            beta.view_as(self.beta_rows),
+            A,
+            bias,
             start,
             packed,
-            o,
+            o.view_as(self.v_rows),
             final,
             # Freed when the call returns: the allocator hands it out again on this stream alone, after it.
             torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device),
@@ -302,7 +315,6 @@ class _Plan:
             scale_of(scale, self.state[3]),
             self.lower_bound,
         )
-        o = o.view(self.v)
         if not output_final_state:
             return o, None
         return o, final if state_v_first else final.mT.contiguous()
@@ -311,14 +323,17 @@ class _Plan:
         self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, alignment: int = _ALIGNMENT
     ) -> None:
         """Raises TypeError, ValueError for a tensor that the kernel cannot take."""
-        try:
-            fits = x.shape == shape and x.dtype is dtype and x.device == self.device and x.is_contiguous()
-            if fits and x.data_ptr() % alignment == 0:
-                return
-        except AttributeError:
-            pass
-        _shape_of(name, x)
-        if tuple(x.shape) != tuple(shape):
+        if (
+            isinstance(x, Tensor)
+            and x.shape == shape
+            and x.dtype is dtype
+            and x.device == self.device
+            and x.is_contiguous()
+            and not x.data_ptr() % alignment
+        ):
+            return
+        _refuse_others(**{name: x})
+        if x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted {tuple(shape)} beside q and v")
         if x.dtype is not dtype:
             raise ValueError(f"{name} is {x.dtype}; the {self.contract} contract takes {dtype} here")
@@ -328,30 +343,23 @@ class _Plan:
             raise ValueError(f"{name} is not contiguous (strides {x.stride()}): pass {name}.contiguous()")
         raise ValueError(f"{name} does not begin at a multiple of {alignment} bytes: pass {name}.clone()")
 
-    def _widened(self, name: str, x: Tensor) -> Tensor:
-        _shape_of(name, x)
-        return x.float() if x.dtype is torch.bfloat16 else x
-
-    def _per_head(self, name: str, x: Tensor | None, width: int) -> Tensor | None:
-        """float32 [HV], or [HV, width] for dt_bias; None in the plain contract, which has no gate."""
-        if self.contract == "plain":
-            return None
-        HV = self.sizes[3]
-        shape = (HV,) if name == "A_log" else (HV, width)
-        if x is None:
-            return _kept(("zeros", shape), self.device, lambda: torch.zeros(shape, device=self.device))
-        _shape_of(name, x)
-        if x.shape == (HV * width,):
-            x = x.view(shape)
-        self._check(name, x, shape, torch.float32, alignment=4)
-        return x
+    def _gate_parameters(self, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """float32 [HV] and [HV, K]."""
+        HV, K = self.g[2:]
+        A = self._zeros((HV,)) if A_log is None else A_log
+        bias = self._zeros((HV, K)) if dt_bias is None else dt_bias
+        if isinstance(bias, Tensor) and bias.shape == (HV * K,):
+            bias = bias.view(HV, K)
+        self._check("A_log", A, (HV,), torch.float32, 4)
+        self._check("dt_bias", bias, (HV, K), torch.float32, 4)
+        return A, bias
 
     def _initial(self, x: Tensor, v_first: bool) -> Tensor:
         """[N, HV, V, K], whatever the caller's layout is."""
-        _shape_of("initial_state", x)
         if not v_first:
+            _refuse_others(initial_state=x)
             N, HV, V, K = self.state
-            if tuple(x.shape) != (N, HV, K, V):
+            if x.shape != (N, HV, K, V):
                 raise ValueError(f"initial_state has shape {tuple(x.shape)}; wanted {(N, HV, K, V)}")
             x = x.mT.contiguous()
         self._check("initial_state", x, self.state, torch.float32)
@@ -361,9 +369,13 @@ class _Plan:
         if cu.dtype is torch.int64:
             cu = cu.to(torch.int32)
         elif cu.dtype is not torch.int32:
+            _refuse_others(cu_seqlens=cu)
             raise ValueError(f"cu_seqlens is {cu.dtype}; wanted int32 or int64")
-        self._check("cu_seqlens", cu, (self.sizes[0] + 1,), torch.int32, alignment=4)
+        self._check("cu_seqlens", cu, (self.sizes[0] + 1,), torch.int32, 4)
         return cu
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return _kept(("zeros", shape), self.device, lambda: torch.zeros(shape, device=self.device))
 
     def _regular(self) -> Tensor:
         """cu_seqlens of a batch of equal lengths."""
@@ -385,13 +397,22 @@ class _Plan:
                 ("g", g, self.g_rows, (self.least, 0.0)),
                 ("beta", beta, self.beta_rows, (0.0, 1.0)),
             ):
-                found = x.view(rows)[: ends[-1]]
+                found = x.view_as(rows)[: ends[-1]]
                 least, most = float(found.min()), float(found.max())
                 if not (least >= bounds[0] and most <= bounds[1]):
                     raise ValueError(f"{name} spans {least} to {most}; verified are {list(bounds)}")
 
 
 _plans: dict[Any, _Plan] = {}
+
+
+def _shape_alone(*shape: int) -> Tensor:
+    return torch.empty((), device="meta").expand(shape)
+
+
+def _widened(name: str, x: Tensor) -> Tensor:
+    _refuse_others(**{name: x})
+    return x.float() if x.dtype is torch.bfloat16 else x
 
 
 def _sequences(shape: tuple[int, ...], B: int) -> int:
@@ -404,13 +425,13 @@ def _sequences(shape: tuple[int, ...], B: int) -> int:
 
 
 def _refuse_grad(given: Given) -> None:
+    """Raises ValueError for the first tensor that requires grad."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
-    for name, x in zip(names, given, strict=True):
-        if x is not None and x.requires_grad:
-            raise ValueError(
-                f"{name} requires grad and there is no backward pass: call under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
+    name = next(name for name, x in zip(names, given, strict=True) if x is not None and x.requires_grad)
+    raise ValueError(
+        f"{name} requires grad and there is no backward pass: call under torch.no_grad(), "
+        f"or pass {name}.detach()"
+    )
 
 
 _constants: dict[Any, Tensor] = {}
