@@ -57,6 +57,8 @@ def championship(history: History) -> str:
 
 def champion(history: History, title: Title) -> str:
     """One line: who is champion of a group, and what is published of it."""
+    if not title.contests:
+        return "the default: no challenger was tested yet"
     if title.won is None:
         return f"the default: none of {len(title.contests)} challengers was shown to be faster"
     asked = history.entries[title.champion].asked

@@ -147,6 +147,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         self._third_gate = Gate(problem.operator)
         self._baseline: Session[Process] | None = None
         self._baseline_changes = threading.RLock()
+        self._ending = threading.Event()
         self._default_builds: Builds | None = None
         # A process dies with the thread that started it, and these live as long as the evaluator.
         self._judge = ThreadPoolExecutor(self._lanes, thread_name_prefix="judge")
@@ -259,7 +260,9 @@ class CompiledEvaluator(ABC, Generic[Process]):
         return linked.read_bytes()
 
     def close(self) -> None:
-        """See `Evaluator.close`. A judgement in progress ends first: calls are bounded by their timeouts."""
+        """See `Evaluator.close`. A judgement in progress ends first: calls are bounded by their timeouts. So
+        does the block of a comparison."""
+        self._ending.set()
         for threads in (self._judge, self._beside):
             threads.shutdown(wait=False, cancel_futures=True)
         self._builder.close()
@@ -289,7 +292,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
     ) -> Iterator[Timed]:
         """Timed until it is enough; one that the incumbent fails in is repeated. Raises _Stop, _Fell."""
         failed_before = False
-        while True:
+        while not self._ending.is_set():
             try:
                 timed = self._timed(session, holder, turn)
             except BaselineFault as fault:
@@ -302,6 +305,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
             yield timed
             if enough(timed):
                 return
+        raise _Stop(Retry("the judge was closed"))
 
     def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
         """Do it beside the lanes, or in the only one once what is queued is done."""

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -188,6 +189,21 @@ def test_an_incumbent_that_fails_is_not_the_challengers_fault(
     assert isinstance(found, Fallen)
     assert told in found.detail
     assert shown == []
+
+
+def test_closing_ends_a_comparison_after_its_block(cache: Path) -> None:
+    evaluator = evaluator_of(PROBLEM, cache)
+    shown: list[Timed] = []
+
+    def never(timed: Timed) -> bool:
+        if not shown:
+            Thread(target=evaluator.close).start()
+        shown.append(timed)
+        return False
+
+    found = evaluator.compare(rms_candidate(), rms_candidate(), never, group="few", purpose="promotion")
+    assert found == Retry("the judge was closed")
+    assert len(shown) < 50
 
 
 def test_a_purpose_has_problems_of_its_own(rms: HostEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
