@@ -258,15 +258,18 @@ def _pair_noise(history: History) -> dict[str, float]:
     for entry in history.judged:
         for measured in entry.passed.measurements if entry.passed else ():
             logs = _pair_logs(measured)
-            middle = median(logs)
-            residuals.setdefault(measured.workload, []).extend(abs(log - middle) for log in logs)
+            if len(logs) < 2:
+                continue
+            middle, few = median(logs), math.sqrt(len(logs) / (len(logs) - 1))
+            residuals.setdefault(measured.workload, []).extend(few * abs(log - middle) for log in logs)
     return {workload: _MAD * median(values) for workload, values in residuals.items()}
 
 
 def _error(passed: Passed, group: str, noise: Mapping[str, float]) -> float:
     """Standard error of `screened`."""
     mine = [m for m in passed.measurements if m.group == group]
-    return math.hypot(*(_MEDIAN * noise[m.workload] / math.sqrt(len(m.samples_us)) for m in mine)) / len(mine)
+    errors = [_MEDIAN * noise.get(m.workload, 0.0) / math.sqrt(len(m.samples_us)) for m in mine]
+    return math.hypot(*errors) / len(mine)
 
 
 def _expected_s(history: History) -> float:
