@@ -568,7 +568,7 @@ def _patience_s(session: Session[CudaProcess]) -> float:
 
 
 def _compared(spread: Spread, copy: int, outputs: dict[str, Any]) -> Any:
-    return spread.copy(copy).worst(outputs)
+    return spread.worst(copy, outputs)
 
 
 def _has_work(case: Case) -> bool:

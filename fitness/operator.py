@@ -237,6 +237,10 @@ class Spread(Placeable, Protocol):
         """One image as a case of its own."""
         ...
 
+    def worst(self, number: int, outputs: Mapping[str, Array]) -> Discrepancy:
+        """As `copy(number).worst` says."""
+        ...
+
     def place(self, number: int) -> Mapping[str, tuple[int, int, int]]:
         """Where an image's outputs lie in the whole problem's: name → (axis, begin, end)."""
         ...

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from evotune.reference_kda.case import KdaCase, Question
+from evotune.reference_kda.case import KdaCase, KdaDiscrepancy, Question
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.symmetry import Symmetry
 from evotune.reference_kda.workload import Workload
@@ -87,6 +87,10 @@ class KdaSpread(Question):
     def copy(self, number: int) -> KdaCase:
         """One copy as a case of its own."""
         return self.pool.transformed(self.symmetries[number])
+
+    def worst(self, number: int, outputs: Mapping[str, Array]) -> KdaDiscrepancy:
+        """Compare a copy's outputs with its truth, as `copy(number).worst` does; its inputs are not made."""
+        return self.pool.answer(self.symmetries[number]).worst(outputs)
 
     def place(self, number: int) -> Mapping[str, tuple[int, int, int]]:
         """Where a copy's outputs lie in the large problem's: name → (axis, begin, end)."""

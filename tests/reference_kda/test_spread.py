@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evotune.reference_kda.case import KdaCase, case_of
-from evotune.reference_kda.namespace import Array
+from evotune.reference_kda.case import KdaCase, _float64, case_of
+from evotune.reference_kda.namespace import DTYPES, Array
 from evotune.reference_kda.operator import KDA
 from evotune.reference_kda.spread import KdaSpread
 from evotune.reference_kda.workload import Workload
@@ -75,3 +75,24 @@ def test_two_draws_differ_everywhere() -> None:
 def test_outputs_that_are_not_wanted_have_no_place() -> None:
     assert set(spread_of(ODD).place(0)) == {"o"}
     assert set(spread_of(GROUPED).place(0)) == {"o", "final_state"}
+
+
+def test_outputs_are_compared_without_a_copys_inputs() -> None:
+    spread = spread_of(GROUPED)
+    rng = np.random.default_rng(7)
+    for number in range(spread.copies):
+        copy = spread.copy(number)
+        outputs = {
+            "o": (copy.truth.o + rng.normal(0, 1e-2, copy.truth.o.shape)).astype(DTYPES["bfloat16"]),
+            "final_state": copy.truth.final_state.astype(np.float32),
+        }
+        found, wanted = spread.worst(number, outputs), copy.worst(outputs)
+        assert (found.ratio, found.detail) == (wanted.ratio, wanted.detail)
+        assert found.ratio > 0
+    outputs["o"][3, 1, 2] = np.nan
+    assert spread.worst(number, outputs).ratio == np.inf
+
+
+def test_every_bf16_number_is_widened_exactly() -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES["bfloat16"])
+    np.testing.assert_array_equal(_float64(every[::-1]), every[::-1].astype(np.float64))
