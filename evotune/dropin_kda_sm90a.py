@@ -491,8 +491,12 @@ def _load(choice: Choice, entry: str) -> _Loaded:
 
 
 def _function(library: Path, entry: str) -> Callable[..., object]:
-    import tvm_ffi
-
+    try:
+        import tvm_ffi
+    except ImportError as error:
+        raise RuntimeError(
+            "apache-tvm-ffi, which calls the kernels, is not installed: pip install apache-tvm-ffi"
+        ) from error
     _runtime()
     found: Callable[..., object] = tvm_ffi.load_module(str(library)).get_function(entry)
     return found
