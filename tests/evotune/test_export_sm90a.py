@@ -34,7 +34,7 @@ from evotune.fitness.lease import Gpu
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Evidence, values
 from evotune.fitness.operator import specialization
-from evotune.fitness.outcome import Measurement, Passed
+from evotune.fitness.outcome import Artifact, Measurement, Passed
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import Timed
 from evotune.history import Entry, History
@@ -98,8 +98,9 @@ class MadeUp:
         for workload in self.setup.workloads:
             spec = specialization(operator, workload)
             unit = template.unit(candidate.branch.source, candidate.knobs, spec)
-            built: Any = self.builder.build(unit, spec.label).result()
-            artifacts[spec] = built
+            found = self.builder.build(unit, spec.label).result()
+            assert isinstance(found, Artifact), found
+            artifacts[spec] = found
         measured = tuple(Measurement(w.name, w.group, (51.0,) * 3, (99.0,) * 3) for w in self.setup.workloads)
         timed = Timed(measured, 0.4, 12.0)
         naive = {w.name: 1e6 for w in self.setup.workloads}
