@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -36,41 +36,52 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 STUDY = Path(__file__).parent / "kda_h200" / "study.toml"
-FACTORS: Mapping[str, Sequence[Any]] = {
-    "chunk": (16, 32),
-    "value_tile": (16, 32, 64, 128),
-    "stages": (3, 4, 6, 8),
-    "copies": (("bulk", "warp"), ("bulk", "inline"), ("cp.async", "inline")),
+_COPIES = (("bulk", "warp"), ("bulk", "inline"), ("cp.async", "inline"))
+DESIGNS: Mapping[tuple[str, str], Mapping[str, Sequence[Any]]] = {
+    ("chunk", "threads"): {
+        "chunk": (16, 32),
+        "value_tile": (16, 32, 64, 128),
+        "key_warps": (1, 2),
+        "copies": _COPIES[:2],
+    },
+    ("stages", "copies"): {"chunk": (16, 32), "stages": (3, 4, 6, 8), "copies": _COPIES},
 }
-"""What is varied. "copies" sets copy and loader together: cp.async is always issued inline."""
+"""A table's two sides → what is varied for it; the rest keeps its default. Threads follow from the knobs.
+"copies" sets copy and loader together: cp.async is always issued inline."""
 
-TABLES = (("chunk", "threads"), ("stages", "copies"))
 _BATCH = 32
 _RESOURCES = ("registers", "spill_bytes", "shared_bytes")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of the sweep: its factors' values by name, and all knobs."""
+    """One configuration of the sweep: all knobs, and what a table may show of them by name."""
 
-    factors: Mapping[str, str]
     knobs: Any
+    shown: Mapping[str, str]
 
 
-def cells(study: setup.Setup) -> list[Cell]:
-    """All legal combinations, the default's own among them."""
-    default = study.space.encode(study.space.default())
-    names = [name for name in FACTORS if name == "copies" or name in default]
-    found = []
-    for values in product(*(FACTORS[name] for name in names)):
-        chosen = dict(zip(names, values, strict=True))
-        copy, loader = chosen.pop("copies")
-        knobs = study.template.knobs(**{**default, **chosen, "copy": copy, "loader": loader})
-        if all(study.template.why_not(knobs, spec) is None for spec in study.specializations):
-            shown = {name: str(value) for name, value in chosen.items()}
-            shown |= {"copies": f"{copy}, {loader}", "threads": str(_threads(study, knobs))}
-            found.append(Cell(shown, knobs))
+def _study() -> setup.Setup:
+    return setup.resolve(config.load(STUDY, {}), STUDY.parent)
+
+
+def cells(study: setup.Setup) -> dict[Any, Cell]:
+    """All legal combinations of all designs by knobs."""
+    found = {}
+    for design in DESIGNS.values():
+        for values in product(*design.values()):
+            chosen = dict(zip(design, values, strict=True))
+            chosen["copy"], chosen["loader"] = chosen.pop("copies")
+            knobs = replace(study.space.default(), **chosen)
+            if all(study.template.why_not(knobs, spec) is None for spec in study.specializations):
+                found[knobs] = Cell(knobs, _shown_of(study, knobs))
     return found
+
+
+def _shown_of(study: setup.Setup, knobs: Any) -> dict[str, str]:
+    varied = dict.fromkeys(name for design in DESIGNS.values() for name in design if name != "copies")
+    shown = {name: str(getattr(knobs, name)) for name in varied}
+    return shown | {"copies": f"{knobs.copy}, {knobs.loader}", "threads": str(_threads(study, knobs))}
 
 
 def _threads(study: setup.Setup, knobs: Any) -> int:
@@ -81,15 +92,14 @@ def _threads(study: setup.Setup, knobs: Any) -> int:
 
 def sweep(out: Path, seed: int) -> None:
     """Judge and time every cell; a row each, written as they come."""
-    found = config.load(STUDY, {})
-    study = setup.resolve(found, STUDY.parent)
-    order = cells(study)
+    study = _study()
+    order = list(cells(study).values())
     np.random.default_rng(seed).shuffle(order)  # type: ignore[arg-type]  # a list is shuffled in place
     workloads = [workload.name for workload in study.workloads]
     began = time.monotonic()
     with out.open("w", newline="") as file, closing(setup.evaluator(study)) as evaluator:
         writer = csv.writer(file)
-        names = list(order[0].factors)
+        names = list(order[0].shown)
         writer.writerow([*names, "verdict", *_RESOURCES, *(f"time_us:{w}" for w in workloads)])
         branch = evaluator.problem.seed  # type: ignore[attr-defined]  # the device's judge, not a replay
         for first in range(0, len(order), _BATCH):
@@ -97,7 +107,7 @@ def sweep(out: Path, seed: int) -> None:
             futures = [evaluator.submit(Candidate(branch, cell.knobs)) for cell in batch]
             for cell, future in zip(batch, futures, strict=True):
                 outcome = future.result().outcome
-                writer.writerow([*cell.factors.values(), *_row(outcome, workloads)])
+                writer.writerow([*cell.shown.values(), *_row(outcome, workloads)])
             file.flush()
             done = min(first + _BATCH, len(order))
             print(f"{done} of {len(order)} in {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -118,7 +128,7 @@ def _row(outcome: Outcome, workloads: Sequence[str]) -> list[str]:
 
 
 def tables(sweep_csv: Path, folder: Path) -> None:
-    """Write tables.md, and a heat map for each pair of TABLES where Chromium is there to draw it."""
+    """Write tables.md, and a heat map for each design, where Chromium is there to draw it."""
     import pandas as pd
 
     rows = pd.read_csv(sweep_csv)
@@ -129,12 +139,20 @@ def tables(sweep_csv: Path, folder: Path) -> None:
     rows = pd.concat([rows.drop(columns=times), speeds], axis=1)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [f"{len(rows)} configurations; 1.00 is the fastest of them on that workload.\n"]
-    for down, across in TABLES:
-        if down in rows.columns:
-            parts += [_pair(rows, down, across, workload) for workload in speeds.columns]
-            draw(_heat(rows, down, across, list(speeds.columns)), folder / f"{down}_{across}.png")
+    for (down, across), design in DESIGNS.items():
+        mine = rows[_in_design(rows, design)]
+        parts += [_pair(mine, down, across, workload) for workload in speeds.columns]
+        draw(_heat(mine, down, across, list(speeds.columns)), folder / f"{down}_{across}.png")
     parts.append(_resources(rows, list(speeds.columns)))
     (folder / "tables.md").write_text("\n".join(parts))
+
+
+def _in_design(rows: "pd.DataFrame", design: Mapping[str, Sequence[Any]]) -> "pd.Series[bool]":
+    """Rows in which whatever this design does not vary is the default's."""
+    study = _study()
+    default = _shown_of(study, study.space.default())
+    fixed = list({name for other in DESIGNS.values() for name in other} - set(design))
+    return (rows[fixed].astype(str) == [default[name] for name in fixed]).all(axis=1)
 
 
 def _pivot(rows: "pd.DataFrame", down: str, across: str, workload: str) -> "pd.DataFrame":
