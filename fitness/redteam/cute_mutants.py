@@ -186,13 +186,16 @@ MUTANTS: tuple[Entry, ...] = (
     _chunk(
         "inter-chunk term dropped",
         "q S is left out of the output",
-        ('O = self.contract(entering, base, where + at["qg"], lane)', "O = zeros(4, 2)"),
+        (
+            'O = self.contract(entering, base, where + at["qg"], first, turned, lane)',
+            "O = zeros(4, 2 * p.spans)",
+        ),
         evolve=(8,),
     ),
     _chunk(
         "correction dropped",
         "values are written without what the state already holds",
-        ("R[i] = values[i].to(F32) - R[i]", "R[i] = values[i].to(F32)"),
+        ("R[8 * s + i] = value[i].to(F32) - R[8 * s + i]", "R[8 * s + i] = value[i].to(F32)"),
     ),
     _chunk(
         "only the last chunk",
@@ -208,18 +211,18 @@ MUTANTS: tuple[Entry, ...] = (
     _chunk(
         "Neumann series cut at order 1",
         "1 - L for its inverse",
-        ("        x = self.invert(base, lane)\n", "        x = self.first_order(base, lane)\n"),
+        ("        x = self.invert(base, first, lane)\n", "        x = self.first_order(base, first, lane)\n"),
         (
             "    # EVOLVE-BEGIN invert\n",
             "    @cute.jit\n"
-            "    def first_order(self, base, lane):\n"
-            "        j = lane % CHUNK\n"
-            "        x = [F32(0.0) for _ in range(CHUNK)]\n"
-            "        for c in cutlass.range_constexpr(CHUNK):\n"
-            "            column = self.lower_column(base, c)\n"
+            "    def first_order(self, base, where, lane):\n"
+            "        j = lane % SPAN\n"
+            "        x = [F32(0.0) for _ in range(SPAN)]\n"
+            "        for c in cutlass.range_constexpr(SPAN):\n"
+            "            column = self.lower_column(base, where, c)\n"
             "            if j == c:\n"
             "                x[c] = F32(1.0)\n"
-            "                for i in cutlass.range_constexpr(c + 1, CHUNK):\n"
+            "                for i in cutlass.range_constexpr(c + 1, SPAN):\n"
             "                    x[i] = -column[i]\n"
             "        return x\n\n"
             "    # EVOLVE-BEGIN invert\n",
@@ -234,25 +237,33 @@ MUTANTS: tuple[Entry, ...] = (
     _chunk(
         "a token does not see itself",
         "M lacks its diagonal",
-        ("if p.product_column(lane, c, j) > row:", "if p.product_column(lane, c, j) >= row:"),
+        (
+            "if p.product_column(lane, e, j) > p.product_row(lane, e):",
+            "if p.product_column(lane, e, j) >= p.product_row(lane, e):",
+        ),
+    ),
+    _chunk(
+        "block below the diagonal dropped",
+        "the second half of a chunk does not know of the first one's corrections",
+        ("            merged[i] = -merged[i]\n", "            merged[i] = F32(0.0)\n"),
     ),
     _chunk(
         "state decays after the update",
         "the chunk's own writes decay once more",
-        ('        self.forget(S, base, where + at["end"], lane)\n', ""),
+        ('        self.forget(S, base, where + at["end"], first, lane)\n', ""),
         (
-            '        self.update(S, left, base, where + at["kg"], lane)\n',
-            '        self.update(S, left, base, where + at["kg"], lane)\n'
-            '        self.forget(S, base, where + at["end"], lane)\n',
+            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n',
+            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n'
+            '        self.forget(S, base, where + at["end"], w % p.key_warps * p.keys, lane)\n',
         ),
     ),
     _chunk(
         "state between chunks in bfloat16",
         "the master state is rounded once a chunk",
         (
-            '        self.output(O, left, base, where + at["m"], lane)\n',
-            '        self.output(O, left, base, where + at["m"], lane)\n'
-            "        for j in cutlass.range_constexpr(p.K // 8):\n"
+            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n',
+            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n'
+            "        for j in cutlass.range_constexpr(p.keys // 8):\n"
             "            part = self.block(S, j, 1)\n"
             "            for e in cutlass.range_constexpr(4):\n"
             "                part[e] = part[e].to(BF16).to(F32)\n"
@@ -302,5 +313,7 @@ VARIANTS: tuple[Entry, ...] = (
     ),
     _variant("state in shared memory", "another home", "sm90_chunked", state="shared", value_tile=32),
     _variant("kernels that overlap", "dependent launch", "sm90_chunked", start="early", sweep="backward"),
+    _variant("chunks of 16", "shorter", "sm90_chunked", chunk=16, units=2),
+    _variant("two warps a strip", "each with half of K", "sm90_chunked", key_warps=2),
     _variant("longest sequences first", "another order", "sm90_chunked", order="longest", units=1),
 )
