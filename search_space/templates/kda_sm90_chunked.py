@@ -38,6 +38,11 @@ class KdaSm90ChunkedKnobs:
         "warp", choices=("warp", "inline"), doc="who issues bulk copies: a warp of its own or a computing one"
     )
     partials: int = knob(1, choices=(1, 2), doc="independent sums in a product over K")
+    solve: str = knob(
+        "recurrence",
+        choices=("recurrence", "prepare"),
+        doc="who applies X to keys: U = X (V − KW S) in the chain, or W = −X KW before and U = X V + W S",
+    )
     inverse: str = knob(
         "columns", choices=("columns", "halves"), doc="of I + L: by columns, or 8 × 8 blocks and their merge"
     )

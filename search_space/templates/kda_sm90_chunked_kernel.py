@@ -8,7 +8,8 @@ With G_i the inclusive cumulative log decay inside a chunk and S [K, V] the stat
 
     U = X (V − KW S);   O = QG S + M U;   S ← Diag(END) S + KGᵀ U
 
-(Kimi Linear, section 3; X and M stay apart from S, so only three products wait for the state.)
+(Kimi Linear, section 3; X and M stay apart from S, so only three products wait for the state. Two do where
+`solve` has prepare make W = −X KW in the place of KW: U = X V + W S.)
 
     prepare     token-parallel, K/2 threads per span of 16 tokens and value head: all but the last line, to
                 the workspace as one record per chunk and head (`Plan`)
@@ -264,6 +265,9 @@ class KdaForward:
             cute.arch.barrier()
             if w == 0:
                 self.merge(base, lane)
+        if cutlass.const_expr(p.solve == "prepare"):
+            cute.arch.barrier()
+            self.make_w(base, w, lane)
 
     @cute.jit
     def load_pairs(self, m, t0, valid, span, head, pair):
@@ -620,6 +624,41 @@ class KdaForward:
 
     # EVOLVE-END merge
 
+    # EVOLVE-BEGIN make_w
+    @cute.jit
+    def make_w(self, base, w, lane):
+        """W = −X KW in the place of KW, by all of a unit's warps, each with channels of its own."""
+        p = self.plan
+        x, first = p.record_offsets["x"], p.record_offsets["kw"]
+        upright = p.square_byte(p.left_row(lane), p.left_column(lane))
+        blocks = [
+            [fragment(base, x + p.block_byte(i, j) + upright, False) for j in range(i + 1)]
+            for i in range(p.spans)
+        ]
+        channels = p.K // p.unit_warps
+        for jj in cutlass.range_constexpr(channels // TILE):
+            channel = w * channels + jj * TILE
+            byte = p.panel_byte(p.left_row(lane), channel + p.left_column(lane))
+            keys = [fragment(base, first + s * (SPAN * 128) + byte, True) for s in range(p.spans)]
+            for i in cutlass.range_constexpr(p.spans):
+                acc = zeros(4, 2)
+                for j in cutlass.range_constexpr(i + 1):
+                    multiply(acc, blocks[i][j], keys[j])
+                self.store_negative(base, first + i * (SPAN * 128), channel, acc, lane)
+
+    # EVOLVE-END make_w
+
+    def store_negative(self, base, where, channel, acc, lane):
+        """−accumulators (4, 2) as 16 channels of 16 rows of a record's part."""
+        p = self.plan
+        for j in range(2):
+            for half in range(2):
+                pair = zeros(2)
+                for c in range(2):
+                    pair[c] = -acc[2 * half + c, j]
+                byte = p.panel_byte(p.product_row(lane, 2 * half), channel + p.product_column(lane, 0, j))
+                self.store_pair(base, where + byte, pair)
+
     # EVOLVE-BEGIN store_record
     @cute.jit
     def store_record(self, mWork, base, index):
@@ -825,9 +864,11 @@ class KdaForward:
             if slot == 0:
                 last = I32(p.stages - 1)
             where = cute.assume(slot * p.stage_bytes, ALIGNMENT_BYTES)
-            R, O = self.enter(S, base, where, chunk, w, lane)
+            U, O = self.enter(S, base, where, chunk, slot, w, lane)
             self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
-            U = self.leave(S, R, O, base, where, slot, w, lane)
+            if cutlass.const_expr(p.solve == "recurrence"):
+                U = self.correct(U, base, self.values(slot, w), where + p.record_offsets["x"], lane)
+            self.leave(S, U, O, base, where, w, lane)
             self.write(rows, base, chunk, O, w, lane)
             if cutlass.const_expr(p.copy == "bulk"):
                 if chunk > 0:
@@ -878,43 +919,59 @@ class KdaForward:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def enter(self, S, base, where, chunk, w, lane):
-        """What a chunk reads of the state, which then decays: (KW S, QG S) transposed, the warp's S moved on.
+    def enter(self, S, base, where, chunk, slot, w, lane):
+        """What a chunk makes of the state it meets, which then decays: (KW S or U, QG S) transposed.
 
         Both [16 values, tokens] in accumulators (4, chunk / 8); of QG S the warp's own spans only.
         """
         p = self.plan
-        at, first = p.record_offsets, w % p.key_warps * p.keys
+        at, share = p.record_offsets, w % p.key_warps
+        first, turned = share * p.keys, [p.turned(s, share) for s in range(p.spans)]
+        R, O = zeros(4, 2 * p.spans), zeros(4, 2 * p.spans)
+        if cutlass.const_expr(p.solve == "prepare"):
+            self.want(R, base, self.values(slot, w), where + at["x"], turned[: p.own_spans], lane)
         entering = self.entering(S)
         self.read_anew()
-        R = self.contract(entering, base, where + at["kw"], first, (*range(p.spans),), lane)
+        self.contract(R, entering, base, where + at["kw"], first, (*range(p.spans),), lane)
         self.forget(S, base, where + at["end"], first, lane)
-        turned = [p.turned(s, w % p.key_warps) for s in range(p.spans)]
-        O = self.contract(entering, base, where + at["qg"], first, turned, lane)
+        self.contract(O, entering, base, where + at["qg"], first, turned, lane)
         if cutlass.const_expr(p.key_warps > 1):
             self.exchange(R, O, base, chunk, w, lane)
         return R, O
 
     @cute.jit
-    def leave(self, S, R, O, base, where, slot, w, lane):
-        """U of the chunk, [16 values, tokens] in accumulators; S and the warp's own spans of O move on."""
+    def leave(self, S, U, O, base, where, w, lane):
+        """S and the warp's own spans of O get what U brings."""
         p = self.plan
-        at = p.record_offsets
-        U = self.correct(R, base, self.values(slot, w), where + at["x"], lane)
+        at, share = p.record_offsets, w % p.key_warps
         left = rounded(U)
         self.read_anew()
-        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)
+        self.update(S, left, base, where + at["kg"], share * p.keys, lane)
         for s in cutlass.range_constexpr(p.own_spans):
-            self.output(columns(O, s), left, base, where + at["m"], p.turned(s, w % p.key_warps), lane)
-        return U
+            self.output(columns(O, s), left, base, where + at["m"], p.turned(s, share), lane)
+
+    # EVOLVE-BEGIN want
+    @cute.jit
+    def want(self, U, base, values, where, spans, lane):
+        """Uᵀ ← Uᵀ + Vᵀ Xᵀ for values of the spans that are listed, X by blocks on and below its diagonal."""
+        p = self.plan
+        square = p.square_byte(p.right_row(lane), p.right_column(lane))
+        for s in cutlass.range_constexpr(len(spans)):
+            j = spans[s]
+            value = fragment(base, values + j * SQUARE_BYTES + square, True)
+            for i in cutlass.range_constexpr(p.spans):
+                if i >= j:
+                    x = fragment(base, where + p.block_byte(i, j) + square, False)
+                    multiply(columns(U, i), value, x)
+
+    # EVOLVE-END want
 
     # EVOLVE-BEGIN contract
     @cute.jit
-    def contract(self, entering, base, where, first, spans, lane):
-        """Sᵀ times KW or QG transposed over the keys from `first` on: accumulators (4, chunk / 8), spans as
-        they are listed."""
+    def contract(self, acc, entering, base, where, first, spans, lane):
+        """acc (4, chunk / 8) += Sᵀ times KW or QG transposed, over keys from `first` on, spans as listed."""
         p = self.plan
-        sums = [zeros(4, 2 * p.spans) for _ in range(p.partials)]
+        sums = [acc, *(zeros(4, 2 * p.spans) for _ in range(p.partials - 1))]
         for kk in cutlass.range_constexpr(p.keys // TILE):
             for s in cutlass.range_constexpr(p.spans):
                 byte = p.panel_byte(p.right_row(lane), first + kk * TILE + p.right_column(lane))
@@ -922,8 +979,7 @@ class KdaForward:
                 multiply(columns(sums[kk % p.partials], s), entering[None, kk], keys)
         for other in sums[1:]:
             for i in cutlass.range_constexpr(8 * p.spans):
-                sums[0][i] = sums[0][i] + other[i]
-        return sums[0]
+                acc[i] = acc[i] + other[i]
 
     # EVOLVE-END contract
 
@@ -980,7 +1036,7 @@ class KdaForward:
     # EVOLVE-BEGIN correct
     @cute.jit
     def correct(self, R, base, values, where, lane):
-        """Uᵀ = (V − R)ᵀ Xᵀ, X block by block on and below its diagonal."""
+        """Uᵀ = (V − R)ᵀ Xᵀ, X block by block on and below its diagonal; R is KW S."""
         p = self.plan
         square = p.square_byte(p.right_row(lane), p.right_column(lane))
         for s in cutlass.range_constexpr(p.spans):

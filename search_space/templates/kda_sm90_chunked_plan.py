@@ -30,9 +30,9 @@ class Plan:
     """One configuration of both kernels; attributes are the knobs and the facts of the specialization.
 
     The unit of work between them is the record of one chunk and value head, an image of what the recurrence
-    wants in shared memory: five matrices of bf16 (`KW` k e^G, `QG` scale q e^G, `KG` k e^{G_C − G}, each
-    [chunk, K]; `X` (I + L)⁻¹ Diag(beta) and `M` tril(QG (k e^−G)ᵀ), of which the blocks of SPAN × SPAN on and
-    below the diagonal) and `END` e^{G_C} in fp32 [K].
+    wants in shared memory: five matrices of bf16 (`KW` k e^G or, where prepare solves, −X k e^G, `QG`
+    scale q e^G, `KG` k e^{G_C − G}, each [chunk, K]; `X` (I + L)⁻¹ Diag(beta) and `M` tril(QG (k e^−G)ᵀ), of
+    which the blocks of SPAN × SPAN on and below the diagonal) and `END` e^{G_C} in fp32 [K].
     """
 
     K: int
@@ -46,6 +46,7 @@ class Plan:
     copy: str
     loader: str
     partials: int
+    solve: str
     inverse: str
     exp: str
     units: int
@@ -73,6 +74,7 @@ class Plan:
             copy=str(constants["COPY"]),
             loader=str(constants["LOADER"]),
             partials=number["PARTIALS"],
+            solve=str(constants["SOLVE"]),
             inverse=str(constants["INVERSE"]),
             exp=str(constants["EXP"]),
             units=number["UNITS"],
@@ -294,7 +296,7 @@ class Plan:
         return self.partial_output(self.spans) if self.key_warps > 1 else 0
 
     def partial_sum(self, s: int) -> int:
-        """First byte of the s-th span of KW S, fp32, among what a warp tells."""
+        """First byte of the s-th span of KW S or U, fp32, among what a warp tells."""
         return s * (SPAN * TILE * 4)
 
     def partial_output(self, s: int) -> int:

@@ -54,7 +54,7 @@ class Planted:
     knobs: Mapping[str, Constant]
 
 
-_ENTER = "            R, O = self.enter(S, base, "
+_ENTER = "            U, O = self.enter(S, base, "
 _WRITE = "            self.write(rows, base, chunk, O, w, lane)\n"
 _FULL = "                cute.arch.mbarrier_wait(full + slot, phase)\n            else:\n"
 _FREE = "                    cute.arch.mbarrier_arrive(free + last)\n"
@@ -203,7 +203,7 @@ def sanitized(tool: str = "") -> tuple[Configuration, ...]:
         {},
         {"loader": "inline", "stages": 3},
         {"chunk": 16, "copy": "cp.async", "loader": "inline", "value_tile": 32},
-        {"key_warps": 2},
+        {"key_warps": 2, "solve": "prepare"},
         {"state": "shared", "stages": 3, "value_tile": 32},
         {"state": "shared", "loader": "inline", "order": "longest", "start": "early", "units": 1},
         {

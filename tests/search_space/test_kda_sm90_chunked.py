@@ -259,6 +259,12 @@ class TestSlots:
             assert len(set(taken)) == len(taken)
             assert firsts == sorted(set(firsts))  # what the search in `locate` needs
             assert all(0 <= slot < p.slots(len(lengths), cu[-1]) for slot in taken)
+            # `reference_kda.diagnosis` finds the state after a chunk of sequence n from row t at t // C + n.
+            assert taken == [
+                (cu[n] + index * chunk) // chunk + n
+                for n, length in enumerate(lengths.tolist())
+                for index in range(-(-length // chunk))
+            ]
 
     def test_the_workspace_has_room_for_all(self) -> None:
         for chunk, record in ((16, 13824), (32, 28160)):
@@ -344,9 +350,17 @@ class TestSource:
 
     def test_each_stage_is_one_whole_method(self) -> None:
         found = methods_of_stages(TEMPLATE.source)
-        assert {"gate", "exponentials", "invert", "contract", "forget", "correct", "update", "output"} <= set(
-            found
-        )
+        assert {
+            "gate",
+            "exponentials",
+            "invert",
+            "contract",
+            "forget",
+            "want",
+            "correct",
+            "update",
+            "output",
+        } <= set(found)
         assert found == {name: [name] for name in found}
 
     def test_layouts_tell_what_the_plan_knows(self) -> None:
