@@ -206,7 +206,8 @@ def _lengths(base: Workload, main: bool) -> Iterator[Case]:
         reports = {1500: ("cuLA#43",), 500: ("cuLA#38",), 63: ("cuLA#38",), 17: ("fla#624",)}.get(T, ())
         for state in (False, True):
             w = replace(base, lengths=(T,), value_heads=grouped, initial_state=state)
-            yield Case("1 lengths", f"{T} tokens{', h0' if state else ''}", w, reports=reports)
+            layout = ("vllm#40956",) if state else ()  # a state in and out that is not symmetric
+            yield Case("1 lengths", f"{T} tokens{', h0' if state else ''}", w, reports=reports + layout)
 
 
 def _packs(base: Workload, main: bool) -> Iterator[Case]:

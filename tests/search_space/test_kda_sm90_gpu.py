@@ -235,7 +235,13 @@ def test_a_gate_of_minus_infinity_starts_anew(lab: Lab, spec: Specialization) ->
     """The token template takes any gate ≤ 0: where exp(g) = 0, nothing is left of the past."""
     from tests.search_space.kda_uses import Use, Uses
 
-    use = Use("3 gates", "a gate of −∞, of −2,661", Uses(spec, "cuda").forgotten, ("sglang#27488",), 4)
+    use = Use(
+        "3 gates",
+        "a gate of −∞, of −2,661",
+        Uses(spec, "cuda").forgotten,
+        ("sglang#27488", "executorch#21417"),
+        4,
+    )
     lab.put(use, lab.kernels(spec, TOKEN))
 
 
