@@ -1,8 +1,10 @@
 """Host KDA kernels compiled and called in this process, without the judge between."""
 
 import ctypes
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -37,6 +39,12 @@ def compile_unit(unit: Unit, folder: Path, compiler: Sequence[str] = ("gcc",)) -
         done = subprocess.run(command, input=unit.text, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
     return path
+
+
+def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
+    """Their object files, compiled on all processors."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda unit: compile_unit(unit, folder), units))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from evotune.reference_kda.workload import Workload
 from evotune.search_space.branch import stages
 from evotune.search_space.space import choices_of
 from evotune.search_space.templates.kda_host import TEMPLATE, KdaHostKnobs
-from tests.search_space.host_kernel import Kernel, compile_unit, kernel, spec
+from tests.search_space.host_kernel import Kernel, compile_all, compile_unit, kernel, spec
 
 CHOICES = choices_of(KdaHostKnobs)
 RAGGED = Workload("ragged", "ragged", (3, 0, 1, 70, 33), heads=1, value_heads=2, initial_state=True)
@@ -69,11 +69,24 @@ def covering(seed: int, count: int) -> list[tuple[KdaHostKnobs, KdaCase]]:
     return found
 
 
-@pytest.mark.parametrize("index", range(20))
-def test_every_choice_is_right_somewhere(index: int, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def covered(folder: Path) -> list[tuple[KdaHostKnobs, KdaCase]]:
+    """Compiled on all processors."""
     found = covering(3, 20)
-    assert len(found) == 20
-    knobs, case = found[index]
+    units = [
+        TEMPLATE.unit(TEMPLATE.source, knobs, spec(w.K, w.V, w.contract, w.dtype))
+        for knobs, w in ((knobs, case.workload) for knobs, case in found)
+    ]
+    compile_all(units, folder)
+    return found
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_every_choice_is_right_somewhere(
+    index: int, covered: list[tuple[KdaHostKnobs, KdaCase]], folder: Path
+) -> None:
+    assert len(covered) == 20
+    knobs, case = covered[index]
     worst = case.worst(kernel(knobs, case, folder)(case).outputs)
     assert worst.ratio <= 1, f"{knobs}: {worst.detail}"
 
@@ -172,18 +185,12 @@ def test_equal_code_is_equal_bytes(folder: Path) -> None:
 
 def test_every_knob_changes_the_object(folder: Path) -> None:
     base = dataclasses.replace(CHUNKED, chunk=32)
-    objects = {}
+    changed = [base]
     for name, values in CHOICES.items():
-        other = next(
-            changed
-            for value in values
-            if value != getattr(base, name)
-            and TEMPLATE.why_not(changed := dataclasses.replace(base, **{name: value}), spec()) is None
-        )
-        unit = TEMPLATE.unit(TEMPLATE.source, other, spec())
-        objects[name] = compile_unit(unit, folder).read_bytes()
-    objects[""] = compile_unit(TEMPLATE.unit(TEMPLATE.source, base, spec()), folder).read_bytes()
-    assert len(set(objects.values())) == len(CHOICES) + 1
+        others = (dataclasses.replace(base, **{name: v}) for v in values if v != getattr(base, name))
+        changed.append(next(knobs for knobs in others if TEMPLATE.why_not(knobs, spec()) is None))
+    units = [TEMPLATE.unit(TEMPLATE.source, knobs, spec()) for knobs in changed]
+    assert len({path.read_bytes() for path in compile_all(units, folder)}) == len(CHOICES) + 1
 
 
 @pytest.mark.parametrize("exp", CHOICES["exp"])
