@@ -29,6 +29,7 @@ from statistics import median
 
 import numpy as np
 
+from evotune.fitness import peak
 from evotune.fitness.gate import CaseBook, Session
 from evotune.fitness.operator import Array, Case, Operator, Workload, specialization
 from evotune.fitness.outcome import Failed, Failure, Measurement, Stage
@@ -50,7 +51,7 @@ class TimingPlan:
         slowest: a timed call that takes this many times the baseline's is given up as TIMEOUT.
         shortest_timeout_s: but no call is given up before this.
         empty_calls: calls on an empty problem for the host cost of one.
-        bandwidth_gb_s: what no core exceeds, for the physical floor: two 64-byte loads a cycle at 3.5 GHz.
+        bandwidth_gb_s: what no core exceeds, for the physical floor; 0: as measured here, see `peak`.
         clock_slack_us: how much of a call the runner may seem to hide, plus
         clock_slack: this part of the reported time. Beside a compiler on two cores an honest kernel's clock
             seemed to leave out 660 us once in 40 kernels.
@@ -61,7 +62,7 @@ class TimingPlan:
     slowest: float = 20.0
     shortest_timeout_s: float = 0.1
     empty_calls: int = 64
-    bandwidth_gb_s: float = 450.0
+    bandwidth_gb_s: float = field(default=0.0, metadata={"ge": 0.0})
     clock_slack_us: float = 2000.0
     clock_slack: float = 0.5
 
@@ -347,7 +348,8 @@ class Timer:
                 return failed
             worst_error = max(worst_error, worst)
             workload = block.problems.target.workload
-            floor_us = self.operator.floor_us(workload, self.plan.bandwidth_gb_s * 1e3)
+            bandwidth_gb_s = self.plan.bandwidth_gb_s or peak.bandwidth_gb_s()
+            floor_us = self.operator.floor_us(workload, bandwidth_gb_s * 1e3)
             fastest_us = min(block.samples_us)
             if fastest_us < floor_us:
                 detail = f"{fastest_us:.3g} us, below the {floor_us:.3g} us that moving its bytes takes"
