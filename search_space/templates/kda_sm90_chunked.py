@@ -37,6 +37,11 @@ class KdaSm90ChunkedKnobs:
     loader: str = knob(
         "warp", choices=("warp", "inline"), doc="who issues bulk copies: a warp of its own or a computing one"
     )
+    fetch: str = knob(
+        "behind",
+        choices=("behind", "before"),
+        doc="copies for later chunks are issued behind a chunk's products with the state, or before them",
+    )
     partials: int = knob(1, choices=(1, 2), doc="independent sums in a product over K")
     solve: str = knob(
         "recurrence",

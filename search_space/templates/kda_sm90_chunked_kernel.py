@@ -864,8 +864,11 @@ class KdaForward:
             if slot == 0:
                 last = I32(p.stages - 1)
             where = cute.assume(slot * p.stage_bytes, ALIGNMENT_BYTES)
+            if cutlass.const_expr(p.fetch == "before"):
+                self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
             U, O = self.enter(S, base, where, chunk, slot, w, lane)
-            self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
+            if cutlass.const_expr(p.fetch == "behind"):
+                self.fetch_later(records, rows, chunk, slot, phase, last, w, lane, tx)
             if cutlass.const_expr(p.solve == "recurrence"):
                 U = self.correct(U, base, self.values(slot, w), where + p.record_offsets["x"], lane)
             self.leave(S, U, O, base, where, w, lane)

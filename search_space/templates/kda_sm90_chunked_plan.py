@@ -45,6 +45,7 @@ class Plan:
     stages: int
     copy: str
     loader: str
+    fetch: str
     partials: int
     solve: str
     inverse: str
@@ -73,6 +74,7 @@ class Plan:
             stages=number["STAGES"],
             copy=str(constants["COPY"]),
             loader=str(constants["LOADER"]),
+            fetch=str(constants["FETCH"]),
             partials=number["PARTIALS"],
             solve=str(constants["SOLVE"]),
             inverse=str(constants["INVERSE"]),
@@ -383,6 +385,8 @@ class Plan:
             return f"key_warps {self.key_warps}: each writes whole spans, and a chunk has {self.spans}"
         if self.copy == "cp.async" and self.loader == "warp":
             return "cp.async is issued by the threads that compute: loader must be inline"
+        if self.key_warps > 1 and self.fetch == "before":
+            return "fetch must be behind: before the warps of a strip meet, one may still read old values"
         return None
 
     def _why_not_capacity(self) -> str | None:

@@ -202,7 +202,7 @@ def sanitized(tool: str = "") -> tuple[Configuration, ...]:
     changes: tuple[dict[str, Constant], ...] = (
         {},
         {"loader": "inline", "stages": 3},
-        {"chunk": 16, "copy": "cp.async", "loader": "inline", "value_tile": 32},
+        {"chunk": 16, "copy": "cp.async", "loader": "inline", "fetch": "before", "value_tile": 32},
         {"key_warps": 2, "solve": "prepare"},
         {"state": "shared", "stages": 3, "value_tile": 32},
         {"state": "shared", "loader": "inline", "order": "longest", "start": "early", "units": 1},

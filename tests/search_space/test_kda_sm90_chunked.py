@@ -325,6 +325,7 @@ class TestLegality:
             ({"value_tile": 128}, {"V": 64}, "value_tile 128 does not divide V = 64"),
             ({"copy": "cp.async"}, {}, "loader must be inline"),
             ({"chunk": 16, "key_warps": 2}, {}, "each writes whole spans, and a chunk has 1"),
+            ({"key_warps": 2, "fetch": "before"}, {}, "fetch must be behind"),
             ({"units": 2}, {}, "prepare: 4 blocks"),
             ({"prepare_blocks": 8}, {}, "prepare: 8 blocks"),
             ({"value_tile": 128, "recurrence_blocks": 2}, {}, "recurrence: 2 blocks"),
