@@ -230,7 +230,7 @@ def _promoted_as_recorded(records: Sequence[Record]) -> Schedule:
     def promote(setup: Setup, history: History, over: bool) -> Turn | None:
         done = len(history.contests) + len(history.confirmations)
         due = recorded[done] if done < len(recorded) else None
-        if due is None or due.step > history.steps - 1:
+        if due is None or due.step != history.steps - 1:
             return None
         if isinstance(due, Confirmation):
             return Defence(due.group, next(t.champion for t in titles(history) if t.group == due.group))

@@ -11,7 +11,7 @@ a resumed study finds what an uninterrupted one would.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -133,7 +133,7 @@ class StudyRun:
         with writing(self.setup.directory, "; mend that, then resume"):
             end = self._search()
             if end is not End.STOPPED:
-                self._promote(over=True)
+                self._promote(self.history.steps, over=True)
                 end = End.STOPPED if self._stop.requested else end
             for observer in self._observers:
                 observer.finished(self, end)
@@ -154,7 +154,8 @@ class StudyRun:
                 if self._ahead and self._cut_short() is None:
                     following = self._begin(step, landed=False)
                 self._land(flights)
-                self._promote(over=False)
+                if flights or not self._ahead:  # else the step after it may have results, too
+                    self._promote(step, over=False)
                 flights = following
 
     @property
@@ -193,10 +194,13 @@ class StudyRun:
             return False
         return self.elapsed_s >= limit_s - promotion.reserve_s(self.history, self.setup.promotion, limit_s)
 
-    def _promote(self, *, over: bool) -> None:
-        """Contests and confirmations that are due, in the search or after it."""
+    def _promote(self, steps: int, *, over: bool) -> None:
+        """Contests and confirmations that are due after so many steps, in the search or after it.
+
+        A step that was asked ahead is none yet: what it was asked for tells nothing.
+        """
         while not self._stop.requested:
-            history = self.history
+            history = replace(self.history, steps=steps)
             due = self._decisions.promote(self.setup, history, over)
             if due is None:
                 return
