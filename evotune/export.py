@@ -48,6 +48,7 @@ from evotune.manifest import (
 from evotune.pareto import front, ranked
 from evotune.plugins import TARGETS, load
 from evotune.promotion import titles
+from evotune.resemblance import resemblances
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 from evotune.setup import Setup
@@ -272,6 +273,7 @@ class _Place:
             gpu=self.gpu,
             evidence=_evidence(verdict),
             licence=target.licence(branch.origin),
+            resembles=resemblances(candidate.branch.source, setup.template.source),
         )
         return Exported(manifest, contents)
 

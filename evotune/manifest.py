@@ -208,6 +208,7 @@ class KernelManifest(_Model):
         versions: of evotune, Python and libraries.
         cpu: of the machine it was exported on; for the host target, what the objects were built for.
         gpu: what it was judged and timed on; None for the host target.
+        resembles: share of the text beyond the template's own that public kernels have too (`resemblance`).
     """
 
     format: Literal["evotune-kernel/1"] = "evotune-kernel/1"
@@ -234,6 +235,7 @@ class KernelManifest(_Model):
     gpu: Gpu | None = None
     evidence: Evidence
     licence: Text
+    resembles: dict[Text, float] = Field(default_factory=dict)
 
     def files(self) -> Iterator[FileEntry]:
         yield self.source
