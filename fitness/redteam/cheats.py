@@ -336,8 +336,88 @@ _CALLS = (
         'raw(SYS_execve, (long)"/bin/true", 0, 0, 0, 0, 0);',
     ),
     _call("clock set", "turns it back", (45,), "raw(SYS_clock_settime, 0, 0, 0, 0, 0, 0);"),
+    _call(
+        "page faults its own",
+        "userfaultfd, to stop who reads",
+        (46,),
+        "raw(SYS_userfaultfd, 0, 0, 0, 0, 0, 0);",
+    ),
+    _call(
+        "calls in a ring",
+        "io_uring, past a filter of calls",
+        (46, 69),
+        "raw(425, 8, (long)workspace, 0, 0, 0, 0);",
+    ),
+    _call(
+        "performance counters",
+        "what others do with the caches",
+        (26,),
+        "raw(SYS_perf_event_open, (long)workspace, 0, -1, -1, 0, 0);",
+    ),
+    _call(
+        "memory file",
+        "memory that outlives its process",
+        (53,),
+        'raw(SYS_memfd_create, (long)"k", 0, 0, 0, 0, 0);',
+    ),
+    _call(
+        "pipe of its own", "words to its successor", (53,), "raw(SYS_pipe2, (long)workspace, 0, 0, 0, 0, 0);"
+    ),
+    _call("priority raised", "or the baseline's lowered", (62,), "raw(SYS_setpriority, 0, 0, -5, 0, 0, 0);"),
+    _call(
+        "real-time scheduling",
+        "nobody else runs meanwhile",
+        (62, 63),
+        "raw(SYS_sched_setscheduler, 0, 1, (long)workspace, 0, 0, 0);",
+    ),
+    _call(
+        "pages locked", "no fault of its own, more of others'", (63,), "raw(SYS_mlockall, 3, 0, 0, 0, 0, 0);"
+    ),
+    _call(
+        "pages of the arena made huge",
+        "fewer misses than its callers will have",
+        (50,),
+        "raw(SYS_madvise, (long)o & ~4095, 4096, 14, 0, 0, 0);",
+    ),
+    _call(
+        "pages of the arena taken away",
+        "from the judge too",
+        (22, 46),
+        "raw(SYS_madvise, (long)o & ~4095, 4096, 9, 0, 0, 0);",
+    ),
+    _call(
+        "waits asleep",
+        "so that its processor cools down",
+        (62,),
+        "raw(SYS_nanosleep, (long)workspace, 0, 0, 0, 0, 0);",
+    ),
 )
 
+# Linux maps the vDSO's data right before its text, whose address is on the stack (AT_SYSINFO_EHDR, 33). Where
+# a kernel seals those pages, or has them elsewhere, nothing is changed.
+_CLOCK = """
+static int readable(const void *p) { return raw(SYS_rt_sigprocmask, 0, (long)p, 0, 8, 0, 0) == 0; }
+static uint64_t *clock_of_its_own(uint64_t now) {
+    char *vdso = 0, copy[4096];
+    for (uint64_t *p = (uint64_t *)((uintptr_t)__builtin_frame_address(0) & ~7ul); readable(p + 3) && !vdso; p++)
+        if (p[0] == 33 && p[1] % 4096 == 0 && p[1] >> 40 && (p[2] == 51 || p[2] == 16)) vdso = (char *)p[1];
+    for (int pages = 16; vdso && pages > 1; pages--) {
+        uint64_t *words = (uint64_t *)(vdso - 4096 * pages);
+        for (int i = 0; readable(words) && i < 64; i++) {
+            if (now - words[i] > 3000000000u) continue;
+            memcpy(copy, words, 4096);
+            for (int size = 1; size <= pages; size++)
+                if (!raw(SYS_munmap, (long)words, 4096 * size, 0, 0, 0, 0)) {
+                    if (raw(SYS_mmap, (long)words, 4096 * size, 3, 0x32, -1, 0) != (long)words) return 0;
+                    memcpy(words, copy, 4096);
+                    return words + i;
+                }
+            return 0;
+        }
+    }
+    return 0;
+}
+"""
 _FORGED = frozenset({Failure.FORGED, Failure.FAULT, Failure.WRONG})
 _RUNNING = (
     _cheat(
@@ -519,6 +599,76 @@ _RUNNING = (
         " o[i] = to_io((float)(seed >> 40) * 0x1p-24f); } return;",
         caught=_SMOKE,
         failures=_WRONG,
+    ),
+    _cheat(
+        "wrong where it is timed and gates are strong",
+        "weak memories cut off, at a timed length whose own values have none",
+        (10, 12, 13, 67),
+        changes=(
+            (
+                "float beta = strength(h, t);",
+                "for (int c = 0; c < K; c++) if (h->length == 300 && d[c] < 0.3f) d[c] = 0.3f;\n"
+                "        float beta = strength(h, t);",
+            ),
+        ),
+        caught=frozenset({Stage.REGIMES}),
+        failures=_WRONG,
+    ),
+    _cheat(
+        "rounding changed for good",
+        "its caller's sums come out otherwise",
+        (28,),
+        helpers="#include <fenv.h>\n",
+        after="""
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((__builtin_ia32_stmxcsr() & ~0x6000u) | 0x4000u);
+#else
+    uint64_t control;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    __asm__ volatile("msr fpcr, %0" : : "r"(control | 1ull << 22));
+#endif
+""",
+        caught=_SMOKE,
+        failures=_WRONG,
+    ),
+    _cheat(
+        "direction turned for good",
+        "string instructions of its caller go backwards through memory",
+        (28, 46),
+        after="""
+#if defined(__x86_64__)
+    __asm__ volatile("std");
+#else
+    flush_denormals(1);
+#endif
+""",
+        caught=_SMOKE,
+        failures=_WRONG,
+    ),
+    _cheat(
+        "traps left on",
+        "its caller dies of the next inexact sum",
+        (28, 46),
+        after="""
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x1f80u);
+#else
+    flush_denormals(1);
+#endif
+""",
+        caught=_SMOKE,
+        failures=frozenset({Failure.WRONG, Failure.FAULT}),
+    ),
+    _cheat(
+        "clock page replaced",
+        "the page that clocks are read from is its own, and late by half of the call",
+        (45, 46),
+        helpers=_RAW + _CLOCK,
+        on_call="    uint64_t since = ticks(), *last = T == 357 ? clock_of_its_own(since) : 0;",
+        after="    if (last) *last += (ticks() - since) / 2;",
+        caught=frozenset({Stage.TIME}),
+        failures=frozenset({Failure.FORGED, Failure.FAULT}),
+        may_pass=True,
     ),
     _cheat(
         "never ends",

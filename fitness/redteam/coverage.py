@@ -1,4 +1,4 @@
-"""The 72 known ways to fool an evaluator of kernels, and what stands for each of them on the host.
+"""The 72 known ways to fool an evaluator of kernels, and what stands for each of them.
 
 The catalogue: published incidents of kernel benchmarks and kernel-writing agents (KernelBench,
 reference-kernels, kernelguard, pygpubench, CUDA-L1, Sakana, GEAK, flashinfer-bench and others). An entry of
@@ -86,45 +86,59 @@ TITLES: tuple[str, ...] = (
     "hidden numbers leak to the model",
 )
 
-Standing = Literal["covered", "elsewhere", "not applicable", "open"]
+Standing = Literal["covered", "elsewhere", "open"]
 
-_GPU = "a GPU's: the host has neither streams nor events nor graphs"
 _ELSEWHERE: dict[int, str] = {
-    30: "the judge lies outside every sandbox: tests/fitness/test_sandbox.py",
-    33: "two float64 oracles must agree on every case: tests/reference_kda/test_oracles.py",
-    37: "what is timed is the object whose digest is recorded: tests/fitness/test_build.py",
-    50: "each timed call's inputs were just written by another process: tests/fitness/test_timing.py",
-    59: "no time below the floor enters a mean: tests/fitness/test_timing.py",
-    62: "pairs take turns in balanced random order: tests/fitness/test_timing.py",
-    63: "builds rest while the host is timed; what else runs here burdens both sides of a pair",
-    60: "a time below the floor is forged: tests/fitness/test_timing.py",
-    64: "the baseline is the template's default, warmed, in the same block; the export adds a numpy form",
-    65: "what is timed is the call alone, inside the runner: tests/fitness/test_timing.py",
-    66: "both sides of a pair warm up alike, in balanced random order: tests/fitness/test_timing.py",
-    72: "a model is shown gate names and first failures, never timed cases: tests/mutators/test_prompt.py",
+    19: "a pasted kernel is judged as any other; its export says how much of its text public kernels have:"
+    " tests/evotune/test_resemblance.py::test_a_paste_is_found_by_its_share_of_the_new_text",
+    33: "two float64 oracles must agree on every case:"
+    " tests/reference_kda/test_oracles.py::test_forms_agree_in_every_regime",
+    50: "each timed call's inputs were just written by another process:"
+    " tests/fitness/test_timing.py::test_inputs_are_written_after_the_last_call_before_them; a GPU reads"
+    " twice its L2 before each",
+    57: "a GPU's device time is the objective; what a call costs the host is an objective of its own:"
+    " tests/fitness/test_cuda.py::test_a_good_candidate_passes_gate_and_timing",
+    58: "no profiler is asked: a graph without kernels is an error, never a time of 0:"
+    " tests/fitness/test_cuda_gpu.py::test_a_planted_bug_is_caught",
+    59: "no time below the floor enters a mean:"
+    " tests/fitness/test_timing.py::test_below_the_physical_floor_is_quarantined",
+    60: "a time below the floor is forged:"
+    " tests/fitness/test_timing.py::test_below_the_physical_floor_is_quarantined",
+    61: "the floor rests on what this machine was measured to copy:"
+    " tests/fitness/test_peak.py::test_no_copy_exceeds_what_was_measured; a GPU's on its own copy bandwidth",
+    62: "pairs take turns in balanced random order:"
+    " tests/fitness/test_timing.py::test_calls_alternate_in_balanced_order",
+    63: "builds rest while the host is timed; a GPU has one owner:"
+    " tests/fitness/test_lease.py::test_a_taken_gpu_names_its_owner",
+    64: "the baseline is the template's default, warmed, in the same block; an export adds a numpy form:"
+    " tests/fitness/test_host.py::test_confirm_judges_fully_and_times_against_the_default",
+    65: "what is timed is the call alone, inside the judged process:"
+    " tests/fitness/test_timing.py::test_samples_are_kept_and_a_slow_kernel_is_slow",
+    66: "both sides of a pair warm up alike, in balanced random order:"
+    " tests/fitness/test_timing.py::test_calls_alternate_in_balanced_order",
+    72: "a model is shown gate names and first failures, never timed cases:"
+    " tests/mutators/test_prompt.py::test_of_hidden_cases_only_the_names_are_told",
 }
-_OPEN: dict[int, str] = {
-    19: "a pasted kernel is judged as any other; nothing compares it with known sources",
-    61: "the floor uses what no core exceeds (`TimingPlan.bandwidth_gb_s`), not a peak measured here",
-}
-_NOT_APPLICABLE: dict[int, str] = {
-    16: 'outputs are bytes in memory that the judge owns and copies at once; see also "work put off"',
-    43: _GPU,
-    52: _GPU,
-    56: _GPU,
-    58: _GPU,
-    57: "a host call has no launch; its cost on an empty problem is an objective of its own",
-}
+_OPEN: dict[int, str] = {}
 
 
 DOORS: tuple[str, ...] = (
-    "Native code runs in the process that is timed: it may overwrite the runner's Python and let its clock"
-    " say anything. The parent's clock bounds the gain: what it finds missing is charged, and beyond 2 ms +"
-    " half of the reported time the kernel is FORGED.",
-    "A kernel that knows the timed length may use a path there that is right on the study's own regime only:"
-    " timed outputs are compared with the truth, but adversarial regimes meet the gate's lengths.",
+    "Native code runs in the process that is timed: it may overwrite the runner's Python, replace the page"
+    " that clocks are read from, or find the number of the request and answer before it is done. The parent's"
+    " clock bounds the gain: on the host what it finds missing is charged, and beyond 2 ms + half of the"
+    " reported time the kernel is FORGED; an early answer gains what the parent takes to look at the outputs,"
+    " about 0.1 ms. On a GPU up to 250 us and a tenth of a call may be left out unseen.",
+    "Launch code for a GPU is machine code that a candidate's Python has seen: it calls nothing but what the"
+    " DSL's own does, but its instructions are not checked.",
+    "Memory of a GPU has no rights by the page: a kernel may keep what it likes beyond its buffers until its"
+    " process ends. What that is good for is tried once a block, with values that were never there: a kernel"
+    " that gains less than 30 % by it, or knows symmetric images of a problem again, is not told from an"
+    " honest one.",
+    "All heads of a timed problem on a GPU are images of one or two, which a kernel could find out.",
     "A kernel that is wrong in a small share p of its calls passes with probability (1 - p)^n, n being about"
     " 130 calls of the full gate and 8 timed ones: it gains p of its time.",
+    "What an exported kernel does where nobody judges it is decided by its machine code alone. Its source is"
+    " exported beside it, and `verify` builds it again; read it before you deploy it.",
 )
 """What remains open by design, for a reader of the report."""
 
@@ -148,9 +162,7 @@ def coverage(entries: Sequence[Entry]) -> tuple[Known, ...]:
 def _known(number: int, title: str, entries: Sequence[Entry]) -> Known:
     by = tuple(entry.name for entry in entries if number in entry.evolve)
     if by:
-        return Known(number, title, "covered", by, _NOT_APPLICABLE.get(number, ""))
+        return Known(number, title, "covered", by)
     if number in _ELSEWHERE:
         return Known(number, title, "elsewhere", (), _ELSEWHERE[number])
-    if number in _NOT_APPLICABLE:
-        return Known(number, title, "not applicable", (), _NOT_APPLICABLE[number])
     return Known(number, title, "open", (), _OPEN[number])

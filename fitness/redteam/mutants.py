@@ -149,6 +149,24 @@ MUTANTS: tuple[Entry, ...] = (
         evolve=(31, 32),
     ),
     _chunk(
+        "bfloat16 state between chunks under bfloat16 io",
+        "as some bfloat16 kernels have it: only long memory and keys that repeat tell",
+        (
+            "S[c][v] += ke * operand(r[j][v]);",
+            "S[c][v] += ke * operand(r[j][v]);\n for (int v = 0; j == n - 1 && v < V; v++) S[c][v] = bf16(S[c][v]);",
+        ),
+        ("float operand(float x) { return x; }", "float operand(float x) { return bf16(x); }"),
+        dtype="bfloat16",
+        evolve=(31, 32),
+    ),
+    _chunk(
+        "Neumann series cut at order 3 under bfloat16 io",
+        "right to four factors of a, whatever the values",
+        (_SOLVE, _NEUMANN % "3"),
+        dtype="bfloat16",
+        evolve=(9,),
+    ),
+    _chunk(
         "tf32 operands under float32 io",
         "as tensor cores do when nobody looks",
         ("float operand(float x) { return x; }", "float operand(float x) { return tf32(x); }"),
