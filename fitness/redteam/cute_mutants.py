@@ -186,16 +186,14 @@ MUTANTS: tuple[Entry, ...] = (
     _chunk(
         "inter-chunk term dropped",
         "q S is left out of the output",
-        (
-            'O = self.contract(entering, base, where + at["qg"], first, turned, lane)',
-            "O = zeros(4, 2 * p.spans)",
-        ),
+        ('        self.contract(O, entering, base, where + at["qg"], first, turned, lane)\n', ""),
         evolve=(8,),
     ),
     _chunk(
         "correction dropped",
         "values are written without what the state already holds",
         ("R[8 * s + i] = value[i].to(F32) - R[8 * s + i]", "R[8 * s + i] = value[i].to(F32)"),
+        knobs={"solve": "recurrence"},
     ),
     _chunk(
         "only the last chunk",
@@ -252,17 +250,17 @@ MUTANTS: tuple[Entry, ...] = (
         "the chunk's own writes decay once more",
         ('        self.forget(S, base, where + at["end"], first, lane)\n', ""),
         (
-            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n',
-            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n'
-            '        self.forget(S, base, where + at["end"], w % p.key_warps * p.keys, lane)\n',
+            '        self.update(S, left, base, where + at["kg"], share * p.keys, lane)\n',
+            '        self.update(S, left, base, where + at["kg"], share * p.keys, lane)\n'
+            '        self.forget(S, base, where + at["end"], share * p.keys, lane)\n',
         ),
     ),
     _chunk(
         "state between chunks in bfloat16",
         "the master state is rounded once a chunk",
         (
-            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n',
-            '        self.update(S, left, base, where + at["kg"], w % p.key_warps * p.keys, lane)\n'
+            '        self.update(S, left, base, where + at["kg"], share * p.keys, lane)\n',
+            '        self.update(S, left, base, where + at["kg"], share * p.keys, lane)\n'
             "        for j in cutlass.range_constexpr(p.keys // 8):\n"
             "            part = self.block(S, j, 1)\n"
             "            for e in cutlass.range_constexpr(4):\n"
@@ -314,6 +312,8 @@ VARIANTS: tuple[Entry, ...] = (
     _variant("state in shared memory", "another home", "sm90_chunked", state="shared", value_tile=32),
     _variant("kernels that overlap", "dependent launch", "sm90_chunked", start="early", sweep="backward"),
     _variant("chunks of 16", "shorter", "sm90_chunked", chunk=16, units=2),
+    _variant("solved by the recurrence", "X (V - KW S) there", "sm90_chunked", solve="recurrence"),
+    _variant("solved by prepare", "W for KW in the record", "sm90_chunked", solve="prepare"),
     _variant("two warps a strip", "each with half of K", "sm90_chunked", key_warps=2),
     _variant("longest sequences first", "another order", "sm90_chunked", order="longest", units=1),
 )
