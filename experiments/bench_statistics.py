@@ -54,11 +54,16 @@ _CONFIDENT = 1.959964
 
 @dataclass(frozen=True)
 class Noise:
-    """Log-time that a call takes beyond its kernel's, `draw(rng, studies, calls)` of shape
-    [studies, calls]."""
+    """Log-time that a call takes beyond its kernel's.
+
+    Attributes:
+        draw: of (rng, studies, calls), gives [studies, calls].
+        place: standard deviation of what a kernel's place in memory adds to all its calls of a block.
+    """
 
     name: str
     draw: Callable[[np.random.Generator, int, int], Series]
+    place: float = 0.0
 
 
 def normal(sigma: float, rng: np.random.Generator, studies: int, calls: int) -> Series:
@@ -112,25 +117,27 @@ NOISES = (
     Noise("heating up, cooled every 40 calls", ramps),
     Noise("random walk", walk),
     Noise("autoregression 0.95", memory),
-    Noise("all of these", everything),
+    Noise("Student t, and a place worth 2 %", partial(student, 0.01, 3), place=0.02),
+    Noise("all of these", everything, place=0.02),
 )
-POWER_NOISES = (NOISES[0], NOISES[1], NOISES[3], NOISES[7])
+POWER_NOISES = (NOISES[0], NOISES[1], NOISES[3], NOISES[8])
 
 
 class Clock:
     """Deals the noise of one study's calls in order."""
 
-    def __init__(self, noise: Series, rng: np.random.Generator) -> None:
-        self._noise, self._rng, self._next = noise, rng, 0
+    def __init__(self, noise: Series, place: float, rng: np.random.Generator) -> None:
+        self._noise, self._place, self._rng, self._next = noise, place, rng, 0
 
     def measure(self, pairs: int, mine: float, theirs: float = 0.0) -> Measurement:
         """Pairs of calls of kernels with these log speed-ups, ordered as the judge orders them."""
         slots = self._noise[self._next : self._next + 2 * pairs].reshape(pairs, 2)
         self._next += 2 * pairs
         first = np.array(candidate_first(pairs, self._rng))
+        places = self._place * self._rng.standard_normal(2)
         mine_us, theirs_us = (
-            _TIME_US * np.exp(np.where(second, slots[:, 1], slots[:, 0]) - speed)
-            for second, speed in ((~first, mine), (first, theirs))
+            _TIME_US * np.exp(np.where(second, slots[:, 1], slots[:, 0]) + place - speed)
+            for second, place, speed in zip((~first, first), places, (mine, theirs), strict=True)
         )
         return Measurement(WORKLOAD, GROUP, tuple(mine_us.tolist()), tuple(theirs_us.tolist()))
 
@@ -235,7 +242,7 @@ def studies(noise: Noise, count: int, gain: float, seed: int) -> Iterator[Study]
         for series in noise.draw(rng, min(50, count - start), calls):
             speeds = [0.0] * CANDIDATES
             speeds[int(rng.integers(1, CANDIDATES))] = math.log1p(gain)
-            yield study(speeds, Clock(series, rng))
+            yield study(speeds, Clock(series, noise.place, rng))
 
 
 @dataclass(frozen=True)
@@ -355,7 +362,7 @@ def races(noise: Noise, count: int, seed: int) -> Raced:
     edge: list[bool] = []
     best: list[bool] = []
     for series in noise.draw(rng, count, 4 * CANDIDATES * PAIRS):
-        racing, clock = Racing(RACE_ERROR), Clock(series, rng)
+        racing, clock = Racing(RACE_ERROR), Clock(series, noise.place, rng)
         speeds = [0.0, *(0.3 * rng.standard_normal(CANDIDATES - 1)).tolist()]
         history, standing = History(BEGUN, (), (), ()), NO_BARS
         for index, speed in enumerate(speeds):
