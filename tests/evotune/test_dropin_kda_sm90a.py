@@ -438,6 +438,11 @@ class TestRuntimeLibrary:
         with pytest.raises(RuntimeError, match="pip install nvidia-cutlass-dsl"):
             module._runtime_path()
 
+    def test_without_tvm_ffi_the_mend_is_named(self, pareto: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+        with pytest.raises(RuntimeError, match="pip install apache-tvm-ffi"):
+            exports.load_dropin(pareto)._function(pareto, "kda_forward")
+
     def test_another_version_is_a_warning(self, pareto: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = exports.load_dropin(pareto)
         monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "9.9")

@@ -47,6 +47,7 @@ from evotune.search_space.templates.kda_host import KdaHostKnobs
 from evotune.setup import Setup, resolve
 from evotune.verify import Verification, verify
 from tests.evotune import exports
+from tests.evotune.toy import call
 from tests.fitness import fake_gpu
 from tests.search_space import host_kernel
 
@@ -181,6 +182,16 @@ class TestARealObject:
         assert (kernel.worst_error, kernel.relinked, kernel.rebuilt) == (None, True, True)
         assert kernel.line.endswith("hashes and inspections hold, not run; rebuilds to the same objects")
 
+    def test_the_command_has_an_exit_code_for_that(
+        self, hopper: Exporting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a machine without the DSL, too."""
+        monkeypatch.setattr("evotune.cuda_workbench.missing", lambda: "the DSL is not installed")
+        done = call("verify", hopper.out, "--rebuild")
+        assert done.returncode == 3, done.stderr
+        assert "holds as far as this machine can tell: no kernel was run: this machine has no" in done.stdout
+        assert "none was built: the DSL is not installed" in done.stdout
+
     def test_a_source_that_gives_another_object_is_found(self, copy: Path) -> None:
         own = copy / "kernels" / "b00-0000"
         text = (own / "kernel.py").read_text()
@@ -210,8 +221,11 @@ class TestARealObject:
         exports.reseal(copy, "b00-0000")
         assert "is not what linking its object gives" in problem(verify(copy))
 
-    def test_another_linker_s_library_is_taken_as_it_is(self, copy: Path) -> None:
+    def test_another_linker_s_library_is_taken_as_it_is(
+        self, copy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its bytes cannot be compared; it is what the gate judges, where there is a GPU."""
+        monkeypatch.setattr("evotune.cuda_workbench.missing", lambda: "the DSL is not installed")
         versions = json.loads((copy / "kernels" / "b00-0000" / "manifest.json").read_text())["versions"]
         path = next((copy / "kernels" / "b00-0000").glob("*.so"))
         path.write_bytes(path.read_bytes() + b"\0")
