@@ -220,6 +220,7 @@ RACE_TAILS = (1 / 2, 1 / 4, 1 / 16)
 
 _RACE_BET = 0.9
 _FEWEST_BEYOND = 8
+_RESIDUALS = 16  # of one kernel
 
 
 class NoiseLaw:
@@ -234,12 +235,13 @@ class NoiseLaw:
         self._ordered: list[float] = []
 
     def learn(self, log_speedups: Sequence[float]) -> None:
-        """Take the pairs of one kernel; fewer than three say nothing of it."""
+        """Take the pairs of one kernel; fewer than three say nothing of it. Of many it takes some, evenly
+        spread, lest the law be that of the few kernels that were timed the longest."""
         if len(log_speedups) < 3:
             return
-        for i, value in enumerate(log_speedups):
+        for i in range(0, len(log_speedups), math.ceil(len(log_speedups) / _RESIDUALS)):
             others = [*log_speedups[:i], *log_speedups[i + 1 :]]
-            self._remember(abs(value - median(others)))
+            self._remember(abs(log_speedups[i] - median(others)))
 
     def reach(self, tail: float) -> float | None:
         """What noise goes beyond to one side with probability at most `tail`; None while too few were seen.
