@@ -148,6 +148,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         self._baseline: Session[Process] | None = None
         self._baseline_changes = threading.RLock()
         self._ending = threading.Event()
+        self._held: dict[str, GateReport] = {}
         self._default_builds: Builds | None = None
         # A process dies with the thread that started it, and these live as long as the evaluator.
         self._judge = ThreadPoolExecutor(self._lanes, thread_name_prefix="judge")
@@ -239,9 +240,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         def work() -> Comparison | Fallen:
             begun_s = time.monotonic()
             with closing(self._session(collected(builds))) as session:
-                report = self._second_gate.judge(session, self._specs, "full")
-                if report.failed is not None:
-                    raise _Stop(report.failed)
+                report = self._full_gate(challenger, session)
                 try:
                     with closing(self._incumbent(theirs)) as holder:
                         blocks = list(self._blocks(session, holder, turn, enough))
@@ -273,6 +272,17 @@ class CompiledEvaluator(ABC, Generic[Process]):
     @property
     def _specs(self) -> tuple[Specialization, ...]:
         return self.problem.specializations
+
+    def _full_gate(self, candidate: Candidate, session: Session[Process]) -> GateReport:
+        """Of a challenger. One that held before, in another group or for its promotion, need not hold again:
+        what is timed of it is compared with the truth in any case. Raises _Stop."""
+        report = self._held.get(candidate.digest)
+        if report is None:
+            report = self._second_gate.judge(session, self._specs, "full")
+            if report.failed is not None:
+                raise _Stop(report.failed)
+            self._held[candidate.digest] = report
+        return report
 
     def _incumbent(self, builds: Builds) -> Session[Process]:
         """Its session. Raises _Fell, _Stop for a retry."""

@@ -13,9 +13,10 @@ import pytest
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness.evaluation import Comparison, Evaluation, Fallen, Purpose
-from evotune.fitness.gate import CaseBook, GateLimits, GateReport
+from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport
 from evotune.fitness.host import Confirmation, HostEvaluator, HostSettings, Problem
 from evotune.fitness.objectives import OBJECTIVES
+from evotune.fitness.operator import Level
 from evotune.fitness.outcome import Failed, Failure, Passed, Retry, Stage
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import Timed, TimingPlan
@@ -170,6 +171,26 @@ def test_a_challenger_must_pass_the_full_gate(rms: HostEvaluator) -> None:
     found, shown = compared(rms, SOURCE.replace("/ D + eps", "/ D"), SOURCE)
     assert isinstance(found, Failed)
     assert shown == []
+
+
+def test_who_held_in_the_full_gate_once_is_not_asked_again(
+    rms: HostEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = Gate.judge
+
+    def noting(gate: Gate, session: Any, specs: Any, level: Level, **more: Any) -> GateReport:
+        asked.append(level)
+        return real(gate, session, specs, level, **more)
+
+    monkeypatch.setattr(Gate, "judge", noting)
+    other = SOURCE.replace("float sum = 0;", "float sum = 0.0f;")
+    compared(rms, other, SOURCE, "promotion", blocks=1)
+    compared(rms, other, SOURCE, "confirmation", blocks=1)
+    assert asked == ["full"]
+    for _ in range(2):
+        assert isinstance(compared(rms, SOURCE.replace("/ D + eps", "/ D"), SOURCE)[0], Failed)
+    assert asked == ["full"] * 3
 
 
 def test_a_challenger_that_is_wrong_where_it_is_timed_has_failed(rms: HostEvaluator) -> None:
