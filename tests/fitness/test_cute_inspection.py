@@ -73,10 +73,14 @@ def test_what_the_dsl_lays_out_is_let_pass(tmp_path: Path) -> None:
         (fatbin(GOOD), "CODE int other(void) { return 0; }", "it exports other"),
         (
             fatbin(GOOD),
-            "static int kept[9]; int *__cute_internal_kda_forward_k(void) { return kept; }",
-            "bss",
+            '__attribute__((section(".lbss"))) int __cute_internal_kda_forward_k[9];',
+            "writable data",
         ),
-        (fatbin(GOOD), "CODE __attribute__((constructor)) static void early(void) {}", "run code when"),
+        (
+            fatbin(GOOD),
+            'CODE __attribute__((constructor)) static void early(void) { __asm__(""); }',
+            "run code when",
+        ),
         (fatbin(GOOD, 5), "", "not one uncompressed image"),
         (fatbin(GOOD)[:-1], "", "not one uncompressed image"),
         (fatbin(b"\x7fELF" + bytes(60)), "", "for no GPU"),
