@@ -640,6 +640,7 @@ class KdaForward:
             channel = w * channels + jj * TILE
             byte = p.panel_byte(p.left_row(lane), channel + p.left_column(lane))
             keys = [fragment(base, first + s * (SPAN * 128) + byte, True) for s in range(p.spans)]
+            cute.arch.sync_warp()  # lanes write where others have read: mma needs all, but orders no memory
             for i in cutlass.range_constexpr(p.spans):
                 acc = zeros(4, 2)
                 for j in cutlass.range_constexpr(i + 1):
