@@ -29,7 +29,7 @@ _MAD = 1.4826  # median absolute deviation to standard deviation, for a normal l
 _MEDIAN = 1.2533  # standard error of a median over that of a mean, likewise
 # What things cost in candidates judged, on a busy machine too: solving the cases of the full gate,
 # which the first contest waits for, and the rest of a contest or a confirmation.
-_SOLVING, _MEETING = 20, 5
+_SOLVING, _MEETING = 20, 4
 _MOST_REFUSED = 3
 
 
