@@ -347,12 +347,14 @@ class Raced:
     Attributes:
         saved: share of pairs that were left out.
         edge: stopped among probes that are as slow as a candidate within the margin of the bar can be.
+        bar: stopped among probes that are as fast as the bar.
         best: stopped among candidates that are truly faster than all before them.
     """
 
     noise: str
     saved: float
     edge: Rate
+    bar: Rate
     best: Rate
 
 
@@ -360,8 +362,9 @@ def races(noise: Noise, count: int, seed: int) -> Raced:
     rng = np.random.default_rng(seed)
     taken = 0
     edge: list[bool] = []
+    level: list[bool] = []
     best: list[bool] = []
-    for series in noise.draw(rng, count, 4 * CANDIDATES * PAIRS):
+    for series in noise.draw(rng, count, 6 * CANDIDATES * PAIRS):
         racing, clock = Racing(RACE_ERROR), Clock(series, noise.place, rng)
         speeds = [0.0, *(0.3 * rng.standard_normal(CANDIDATES - 1)).tolist()]
         history, standing = History(BEGUN, (), (), ()), NO_BARS
@@ -373,10 +376,11 @@ def races(noise: Noise, count: int, seed: int) -> Raced:
             if index and speed > max(speeds[:index]):
                 best.append(len(pairs.samples_us) < PAIRS)
             if standing:
-                slowest = math.log(standing[WORKLOAD]) + math.log1p(-RACE_MARGIN)
-                edge.append(len(heat(clock, racing, standing, slowest).samples_us) < PAIRS)
+                bar = math.log(standing[WORKLOAD])
+                for stopped, speed in ((edge, bar + math.log1p(-RACE_MARGIN)), (level, bar)):
+                    stopped.append(len(heat(clock, racing, standing, speed).samples_us) < PAIRS)
     saved = 1 - taken / (count * CANDIDATES * PAIRS)
-    return Raced(noise.name, saved, Rate(sum(edge), len(edge)), Rate(sum(best), len(best)))
+    return Raced(noise.name, saved, *(Rate(sum(probes), len(probes)) for probes in (edge, level, best)))
 
 
 def heat(clock: Clock, racing: Racing, standing: Bars, speed: float, *, learn: bool = False) -> Measurement:
@@ -423,9 +427,9 @@ def report(count: int, workers: int) -> Iterator[str]:
             f"Races at {RACE_ERROR:.0%} error, margin {RACE_MARGIN:.0%}; {fewest} studies of {CANDIDATES}"
             " candidates, whose log speed-ups vary by 0.3.",
             "noise of a call | pairs of calls saved | stopped at the edge of the margin |"
-            " stopped of those faster than all before",
+            " stopped at the bar | stopped of those faster than all before",
             (
-                f"{r.noise} | {r.saved:.0%} | {r.edge} | {r.best}"
+                f"{r.noise} | {r.saved:.0%} | {r.edge} | {r.bar} | {r.best}"
                 for r in (future.result() for future in raced)
             ),
         )
