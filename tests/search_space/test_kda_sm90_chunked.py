@@ -429,6 +429,7 @@ def test_a_slot_is_freed_behind_the_next_output(build: Build) -> None:
         default,
         replace(default, chunk=16, loader="inline", value_tile=128, state="shared"),
         replace(default, key_warps=2),
+        replace(default, solve="prepare", fetch="before"),
     ):
         ((compiled, _),) = build([TEMPLATE.unit(TEMPLATE.source, knobs, spec(), debug=True)])
         ptx = compiled.files[".ptx"].decode()
