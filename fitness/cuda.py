@@ -137,6 +137,7 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._pools: dict[int, Pools] = {}
         self._pools_change = threading.Lock()
         self._solvers = Solvers(max(1, (os.cpu_count() or 2) // 2))
+        self._later = Solvers(max(1, (os.cpu_count() or 2) // 4), nice=19)
         self._pools_of(self._gate)
         self._gate.prepare(self._specs, self._level, self._solvers.executor)
         self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
@@ -183,7 +184,8 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._spares.close()
         self._utilization.close()
         self._checks.shutdown(cancel_futures=True)
-        self._solvers.close()
+        for solvers in (self._solvers, self._later):
+            solvers.close()
         self._closing.close()
 
     def sanitize(self, candidate: Candidate) -> Sanitized | Failed:
@@ -284,10 +286,9 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
     def _solve_ahead(self) -> None:
         """Begin what the first comparison would wait for, once the first candidate has all it needs."""
         if self._settings.comparing and id(self._third_gate) not in self._pools:
-            self._second_gate.prepare(self._specs, "full", self._solvers.executor)
+            self._second_gate.prepare(self._specs, "full", self._later.executor)
             for gate in (self._second_gate, self._third_gate):
                 self._pools_of(gate)
-            self._solvers.be_nice()
 
     def _used_s(self) -> dict[str, float]:
         """By two clocks, since this was last asked."""
@@ -374,8 +375,8 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         """Confirmations have pools of their own, which never chose a candidate, solved when first wanted."""
         with self._pools_change:
             if id(gate) not in self._pools:
-                executor = self._solvers.executor
-                hostile = self._level == "full" or gate is not self._gate
+                executor = (self._solvers if gate is self._gate else self._later).executor
+                hostile = self._level == "full" or gate is self._second_gate
                 self._pools[id(gate)] = Pools(
                     self._operator, self.problem.workloads, executor, hostile=hostile
                 )

@@ -59,7 +59,7 @@ def test_a_kernel_that_is_slower_on_what_it_has_not_seen_is_not_believed() -> No
 
 
 @pytest.mark.parametrize(
-    ("samples", "sizes"), [(1, [1]), (2, [1, 1]), (8, [4, 4]), (10, [4, 3, 3]), (32, [4] * 8)]
+    ("samples", "sizes"), [(1, [1]), (2, [1, 1]), (8, [4, 4]), (20, [7, 7, 6]), (160, [8] * 20)]
 )
 def test_samples_come_in_bursts(samples: int, sizes: list[int]) -> None:
     assert _sizes(samples) == sizes
