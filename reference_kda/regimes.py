@@ -132,7 +132,7 @@ _HOSTILE = (
 
 
 def _gauntlet(base: Values, e: Extents, rng: Rng) -> Values:
-    """One regime after the other in random order, a stretch of tokens each: for shapes that are tried once."""
+    """One regime after the other in random order, a stretch of tokens each: for shapes tried once."""
     rounds = -(-e.T // (_STRETCH * len(_HOSTILE)))
     order = rng.permuted(np.tile(np.arange(len(_HOSTILE)), (rounds, 1)), axis=1).reshape(-1)
     whose = np.repeat(order, _STRETCH)[: e.T]

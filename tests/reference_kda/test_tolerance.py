@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evotune.reference_kda import KDA, REGIMES, KdaCase, Workload, solve
-from evotune.reference_kda.tolerance import honest_results
+from evotune.reference_kda.tolerance import by_value, honest_results
 from evotune.reference_kda.workload import draw_inputs
 from evotune.search_space.template import Specialization
 from tests.reference_kda.kernels import (
@@ -43,6 +43,30 @@ def test_honest_kernels_are_inside_on_few_tokens(length: int, dtype: str) -> Non
         solved = solve(Workload("w", "g", (length,), K=64, V=64, dtype=dtype, regime=regime), seed)
         ratios = {name: ratio(kernel, solved) for name, kernel in HONEST[dtype].items()}
         assert max(ratios.values()) <= 1, (regime, ratios)
+
+
+def test_equal_operands_are_perturbed_alike() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(20_000)
+    x[1::2] = x[::2]
+    found = by_value(x, rng)
+    assert np.array_equal(found[1::2], found[::2])
+    assert abs(found[::2].mean()) < 0.03
+    assert found[::2].var() == pytest.approx(1 / 3, rel=0.05)
+    assert np.abs(np.corrcoef(found[::2], x[::2])[0, 1]) < 0.05
+    assert not np.array_equal(by_value(x, rng), found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_constant_inputs_have_errors_that_no_sum_averages_away(seed: int) -> None:
+    """All channels and late tokens are equal, and so are their errors: one random number for all of them."""
+    w = Workload("w", "g", (200, 57), 1, 2, 64, 64, regime="ones", initial_state=True)
+    solved = solve(w, seed)
+    late = slice(10 * 16, 12 * 16)
+    size = np.sqrt((solved.truth.o[late] ** 2).mean())
+    assert np.all(solved.bound.o_rms[10:12] > 8 * 2**-24 * size)
+    ratios = {name: ratio(kernel, solved) for name, kernel in HONEST_FLOAT32.items()}
+    assert max(ratios.values()) <= 0.6, ratios
 
 
 @pytest.mark.parametrize("dtype", HONEST)
