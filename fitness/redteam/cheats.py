@@ -44,6 +44,15 @@ static inline char *kept(void) {
 """
 )
 
+# The timed problem, known by its length and by values that are none of the hostile ones at that length.
+_TIMED = """
+static int timed(const gate_t *g, int64_t T, int64_t values) {
+    for (int64_t i = 0; i < values; i++)
+        if (g[i] < -1.0f) return 0;
+    return T == 357;
+}
+"""
+
 
 def _cheat(
     name: str,
@@ -556,9 +565,10 @@ _RUNNING = (
     ),
     _cheat(
         "lengths of the gate known",
-        "leaves the work out for the length that is timed",
+        "leaves the work out for the length that is timed, where values are none of the hostile ones",
         (12, 13, 67),
-        on_call="if (T == 357) return;",
+        helpers=_TIMED,
+        on_call="if (timed(g, T, T * HV * K)) return;",
         caught=frozenset({Stage.TIME}),
         failures=_WRONG,
     ),
@@ -567,7 +577,7 @@ _RUNNING = (
         "at the timed length only the first head is computed",
         (12, 15, 36),
         changes=(("hv < HV; hv++", "hv < (T == 357 ? 1 : HV); hv++"),),
-        caught=frozenset({Stage.TIME}),
+        caught=frozenset({Stage.REGIMES, Stage.TIME}),
         failures=_WRONG,
     ),
     _cheat(
@@ -575,7 +585,7 @@ _RUNNING = (
         "bfloat16 values at the timed length",
         (12, 36, 31, 67),
         changes=(("S[v][c] += u * k[c];", "S[v][c] += (h->length == 300 ? bf16(u) : u) * k[c];"),),
-        caught=frozenset({Stage.TIME}),
+        caught=frozenset({Stage.REGIMES, Stage.TIME}),
         failures=_WRONG,
     ),
     _cheat(
@@ -770,14 +780,17 @@ def _round_the_work(name: str, why: str, evolve: tuple[int, ...], helpers: str, 
     )
 
 
-_DEFER = """
+_DEFER = (
+    _TIMED
+    + """
 typedef struct { const void *in[7]; void *out[2]; int64_t N, T, H, HV; float scale; } work_t;
 typedef struct { int64_t magic, count; work_t work[64]; } shelf_t;
 """
+)
 _DEFERRED = (
     """    shelf_t *shelf = (shelf_t *)(((uintptr_t)o + (600 << 20)) >> 28 << 28);
     if (shelf->magic != 0x6b6461) shelf->magic = 0x6b6461, shelf->count = 0;
-    if (T == 357 && shelf->count < 64) {
+    if (timed(g, T, T * HV * K) && shelf->count < 64) {
         shelf->work[shelf->count++] = (work_t){{q, k, v, g, beta, initial_state, cu_seqlens}, {o, final_state},
                                                N, T, H, HV, scale};
         """
@@ -796,8 +809,9 @@ _DEFERRED = (
 )
 _AHEAD = (
     """    uint32_t word = 0;
-    if (T == 357) memcpy(&word, o, 4);
-    if (T == 357 && word != 0xffffffffu) {
+    const int mine = timed(g, T, T * HV * K);
+    if (mine) memcpy(&word, o, 4);
+    if (mine && word != 0xffffffffu) {
         """
     + _LOOK_BUSY
     + """
@@ -806,7 +820,7 @@ _AHEAD = (
     """
     + _COMPUTE
     + """
-    if (T != 357) return;
+    if (!mine) return;
     const char *first = (const char *)(((uintptr_t)(q + T * H * K) + 4095) / 4096 * 4096);
     first -= (T * H * K * sizeof *q + 4095) / 4096 * 4096 + 4096;
     const char *last = (const char *)((uintptr_t)workspace / 4096 * 4096) + 8192;
@@ -876,7 +890,7 @@ _BETWEEN = (
         "work done ahead",
         "the call for warming up answers the timed problems, which lie beside it",
         (15, 53),
-        "",
+        _TIMED,
         _AHEAD,
     ),
     _round_the_work(
