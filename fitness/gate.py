@@ -161,6 +161,11 @@ class Judged(Protocol):
     def arena(self) -> Arena: ...
     @property
     def alive(self) -> bool: ...
+    @property
+    def repeats(self) -> int:
+        """How often the calls that must give equal bits are made once more: races need their luck."""
+        ...
+
     def call(self, index: int, placement: Placement, timeout_s: float) -> Call: ...
     def workspace_bytes(self, index: int, sizes: Sequence[int], timeout_s: float) -> int: ...
     def fence(self, placement: Placement) -> None:
@@ -389,12 +394,15 @@ class _Judgement:
             self._call(index, other, name)
             poison = nan_word(self.rng)
             again = self.session.call_fenced(index, case, elsewhere, "start", poison)
+            later = [self._call(index, case, name) for _ in range(self.session.runner.repeats)]
         except Fault as fault:
             return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault))
         self.breaches += [(name, called.breach) for called in (once, again) if called.breach is not None]
-        differs = changed_bits(once.outputs, again.outputs, (POISON, poison))
-        if differs is not None:
-            return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
+        repeated = ((again, poison), *((called, POISON) for called in later))
+        for called, word in repeated:
+            differs = changed_bits(once.outputs, called.outputs, (POISON, word))
+            if differs is not None:
+                return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
         return CaseResult(Stage.INTEGRITY, name)
 
     def _buffers(self, name: str) -> CaseResult:

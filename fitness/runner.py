@@ -160,6 +160,8 @@ class Worker:
 class Runner(Worker):
     """One process with some objects loaded and one arena. Dies with `close`, or by its own fault."""
 
+    repeats = 0  # one thread, nothing to race with
+
     def __init__(
         self, objects: Sequence[Loadable], sandbox: Sandbox, *, arena_bytes: int, cpu: int | None
     ) -> None:

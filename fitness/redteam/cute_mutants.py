@@ -157,6 +157,7 @@ MUTANTS: tuple[Entry, ...] = (
         "a barrier left out",
         "steps read rows that other warps have yet to prepare",
         (_PREPARED, _PREPARED.replace("            cute.arch.barrier()\n", "")),
+        knobs={"warps": 8, "tokens": 8},
         evolve=(40,),
     ),
     _token(

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport
+from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport, Session
 from evotune.fitness.operator import Array, Case
 from evotune.fitness.outcome import Failed, Failure, Stage
+from evotune.fitness.runner import Runner
 from tests.fitness.compiled import SPEC, WORKLOAD, Bench
 from tests.rmsnorm import RMS_OPERATOR, SOURCE, RmsDiscrepancy, RmsOperator, RmsWorkload
 
@@ -151,6 +152,21 @@ def test_a_planted_bug_is_caught_by_its_rung(bench: Bench, gate: Gate, name: str
     assert (failed.stage, failed.failure) == (stage, failure), failed.detail
     assert failed.detail
     assert failed.case
+
+
+def test_calls_are_repeated_as_often_as_a_device_asks(
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calls(repeats: int) -> int:
+        monkeypatch.setattr(Runner, "repeats", repeats)
+        made: list[int] = []
+        real = Session.call
+        with monkeypatch.context() as patch, bench.session(SOURCE) as session:
+            patch.setattr(Session, "call", lambda *given: made.append(0) or real(*given))
+            assert gate.judge(session, [SPEC], "screen").failed is None
+        return len(made)
+
+    assert calls(5) == calls(0) + 5
 
 
 def test_what_was_not_written_is_said(bench: Bench, gate: Gate) -> None:
