@@ -159,7 +159,7 @@ def test_what_was_repaired_and_tuned_can_be_exported(loop: StudyRun, tmp_path: P
     """Its best candidate is built again, passes the full gate and is written with its lineage."""
     mended = loop.history.branches[2]
     best = ranked(loop.history, loop.history.of(mended.id))[0]
-    history = replace(loop.history, entries=(best,))
+    history = replace(loop.history, entries=(best,), contests=(), confirmations=())
     done = export(Job(loop.setup, history, tmp_path / "pareto"))
     assert done.left_out == ()
     (kernel,) = done.exported
