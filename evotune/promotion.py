@@ -27,9 +27,9 @@ BASELINE = 0
 
 _MAD = 1.4826  # median absolute deviation to standard deviation, for a normal law
 _MEDIAN = 1.2533  # standard error of a median over that of a mean, likewise
-# What things cost in candidates judged, on a busy machine too: solving the cases of the full gate,
-# which the first contest waits for, and the rest of a contest or a confirmation.
-_SOLVING, _MEETING = 20, 4
+# What things cost in candidates judged: solving the full gate's cases, which the first contest waits for
+# (7 where two processors are idle, 20 where they are not), and the rest of a contest or a confirmation.
+_SOLVING, _MEETING = 12, 3
 _MOST_REFUSED = 3
 
 

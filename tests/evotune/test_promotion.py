@@ -184,7 +184,7 @@ def test_the_most_hopeful_group_comes_first() -> None:
 
 
 def test_while_the_search_runs_half_the_share_may_go() -> None:
-    """A first contest is reckoned at 24 candidates, a later one at what the last took."""
+    """A first contest is reckoned at 15 candidates, a later one at what the last took."""
     assert turn(history(steady(1.3, *[1.0] * 100), seconds=0.1), PLAN, over=False) is None
     many = steady(1.3, 1.4, *[1.0] * 510)
     due = turn(history(many, seconds=0.1), PLAN, over=False)
@@ -219,14 +219,14 @@ def test_at_the_end_every_group_is_tested_then_confirmed() -> None:
 
 
 def test_a_time_limit_leaves_room_for_the_end() -> None:
-    """What is left of the share, and never less than what each group needs: 20 + 8 candidates' time here."""
+    """What is left of the share, and never less than what each group needs: 12 + 6 candidates' time here."""
     state = history(steady(1.3), seconds=0.1)
     assert reserve_s(state, PLAN, 100.0) == pytest.approx(10.0)
-    assert reserve_s(state, PLAN, 12.0) == pytest.approx(2.8)
-    assert reserve_s(state, PLAN, 4.0) == pytest.approx(2.0)
+    assert reserve_s(state, PLAN, 12.0) == pytest.approx(1.8)
+    assert reserve_s(state, PLAN, 3.0) == pytest.approx(1.5)
     held = history(steady(1.3), contest(1, BASELINE, seconds=4.0), seconds=0.1)
     assert reserve_s(held, PLAN, 100.0) == pytest.approx(6.0)
-    assert reserve_s(held, PLAN, 12.0) == pytest.approx(0.8)
+    assert reserve_s(held, PLAN, 12.0) == pytest.approx(0.6)
     assert reserve_s(state, replace(PLAN, share=0.0), 100.0) == 0.0
 
 
