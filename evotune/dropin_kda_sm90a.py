@@ -19,11 +19,11 @@ V, contract): the smallest sum of squared differences of log2(1 + number of sequ
 and log2(1 + value heads); the first listed wins a tie.
 
 Nothing here waits for the GPU, and values on it are not looked at unless `check_values` asks for it. Work
-goes to torch's current stream. Outputs and workspace come from torch's caching allocator, which keeps memory
-by device and stream and gives a captured graph a pool of its own: calls on two streams, from two threads or
-in a graph that is replayed later never share a workspace, and none is held between calls. Call once before a
-graph is captured, so that the kernel is loaded. Under torch.compile a call is one opaque operator. There is
-no backward pass: tensors that require grad are refused.
+goes to torch's current stream. A workspace is kept for every thread, device and stream that called, as large
+as its largest call needed (`free_workspaces` gives it back), and a graph has one of its own in its pool: no
+two calls that may run at once share one. Call once before a graph is captured, so that the kernel is loaded.
+Under torch.compile a call is one opaque operator. There is no backward pass: tensors that require grad are
+refused.
 
 Cheapest for the host: `state_v_first` (else states are transposed on their way), int32 `cu_seqlens` (int64
 are converted by a launch of its own), and in the plain contract float32 g and beta.
@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ from evotune.dropin_kda import (
     shipped,
 )
 
-__all__ = ["available", "kda_forward"]
+__all__ = ["available", "free_workspaces", "kda_forward"]
 
 _DEVICE = "cuda"
 _RUNTIME = "libcute_dsl_runtime.so"
@@ -68,6 +69,7 @@ _ALIGNMENT = 16
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _LONGEST = 2**31 - 1  # cu_seqlens are int32 inside
 _KEPT = 4096
+_KEPT_WORKSPACES = 64
 
 
 def kda_forward(  # noqa: PLR0913 - the argument list is fla's
@@ -151,10 +153,12 @@ def kda_forward(  # noqa: PLR0913 - the argument list is fla's
             _plans.clear()
         _plans[key] = plan
     given = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    if plan.device.index == torch.cuda.current_device():
-        return plan.run(given, scale, output_final_state, state_v_first, check_values)
+    if check_values:
+        plan.check_values(given, state_v_first)
+    if plan.index == torch.cuda.current_device():
+        return plan.run(given, scale, output_final_state, state_v_first)
     with torch.cuda.device(plan.device):
-        return plan.run(given, scale, output_final_state, state_v_first, check_values)
+        return plan.run(given, scale, output_final_state, state_v_first)
 
 
 def _not_offered(allow_neg_eigval: bool, return_intermediate_states: bool) -> str:
@@ -194,6 +198,7 @@ class _Plan:
     function: Callable[..., object]
     contract: str
     device: torch.device
+    index: int
     dtype: torch.dtype
     gate: torch.dtype
     q: tuple[int, ...]
@@ -206,6 +211,7 @@ class _Plan:
     beta_rows: Tensor
     sizes: tuple[int, int, int, int]
     state: tuple[int, int, int, int]
+    K: int
     absent: Tensor
     workspace_bytes: int
     lower_bound: float
@@ -244,18 +250,20 @@ class _Plan:
             function=found.function,
             contract=contract,
             device=q.device,
+            index=q.get_device(),
             dtype=q.dtype,
             gate=q.dtype if contract == "production" else torch.float32,
             q=q.shape,
             v=(B, T, HV, V),
             g=(B, T, HV, K),
             beta=(B, T, HV),
-            q_rows=_shape_alone(B * T, H, K),
-            v_rows=_shape_alone(B * T, HV, V),
-            g_rows=_shape_alone(B * T, HV, K),
-            beta_rows=_shape_alone(B * T, HV),
+            q_rows=_shape_alone(q.device, B * T, H, K),
+            v_rows=_shape_alone(q.device, B * T, HV, V),
+            g_rows=_shape_alone(q.device, B * T, HV, K),
+            beta_rows=_shape_alone(q.device, B * T, HV),
             sizes=(N, B * T, H, HV),
             state=(N, HV, V, K),
+            K=K,
             absent=torch.empty((0, HV, V, K), dtype=torch.float32, device=q.device),
             workspace_bytes=found.workspace_bytes(sizes),
             lower_bound=0.0 if lower_bound is None else lower_bound,
@@ -263,75 +271,106 @@ class _Plan:
         )
 
     def run(
-        self,
-        given: Given,
-        scale: float | None,
-        output_final_state: bool,
-        state_v_first: bool,
-        check_values: bool,
+        self, given: Given, scale: float | None, output_final_state: bool, state_v_first: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The call, on the current stream of the current device, which is `device`."""
-        q, k, v, g, beta, initial, cu, A_log, dt_bias = given
-        production = self.contract == "production"
-        if not production:
-            g, beta = _widened("g", g), _widened("beta", beta)
-        self._check("q", q, self.q, self.dtype)
-        self._check("k", k, self.q, self.dtype)
-        self._check("v", v, self.v, self.dtype)
-        self._check("g", g, self.g, self.gate)
-        self._check("beta", beta, self.beta, self.gate, 1)
-        packed = self._regular() if cu is None else self._packed(cu)
-        if check_values:
-            self._check_values(g, beta, packed)
-        A: Any = None
-        bias: Any = None
-        if production:
-            A, bias = self._gate_parameters(A_log, dt_bias)
-        start = self.absent if initial is None else self._initial(initial, state_v_first)
-        if torch.is_grad_enabled() and (
-            (q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad)
-            or (initial is not None and initial.requires_grad)
-            or (production and (A.requires_grad or bias.requires_grad))
-        ):
+        """The call, on the current stream of the current device, which is `device`.
+
+        Dtypes, devices, alignment and inner strides are looked at by the kernel's function itself, before it
+        launches anything, and at no cost here; when it refuses, or something does not even fit together, the
+        careful way says what is wrong in one line, or finds that nothing is and calls again.
+        """
+        v = given[2]
+        try:
+            arguments = self._quick(given, state_v_first)
+            o = torch.empty_like(v)
+            rows = o.view_as(self.v_rows)
+        except (AttributeError, TypeError, RuntimeError, _Unfit):
+            arguments = self._careful(given, state_v_first)
+            o = torch.empty_like(v)
+            rows = o.view_as(self.v_rows)
+        if torch.is_grad_enabled():
             _refuse_grad(given)
-        o, final = torch.empty_like(v), self.absent
+        final = self.absent
         if output_final_state:
             final = torch.empty(*self.state, dtype=torch.float32, device=self.device)
-        self.function(
+        if self.state[0]:
+            more = (rows, final, self._workspace(), *self.sizes, scale_of(scale, self.K), self.lower_bound)
+            try:
+                self.function(*arguments, *more)
+            except (TypeError, ValueError):
+                self.function(*self._careful(given, state_v_first), *more)
+        if not output_final_state:
+            return o, None
+        return o, final if state_v_first else final.mT.contiguous()
+
+    def _quick(self, given: Given, state_v_first: bool) -> Given:
+        """The kernel's inputs. Only what its function does not see is looked at: shapes, of which `view_as`
+        leaves the number of elements alone, and the strides of outer axes, which it takes as compact. The
+        plan was found by the shapes of q, v and cu_seqlens."""
+        q, k, v, g, beta, initial, cu, A_log, dt_bias = given
+        if (
+            (k.shape != self.q or g.shape != self.g or beta.shape != self.beta)
+            or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+            or not (g.is_contiguous() and beta.is_contiguous())
+        ):
+            raise _Unfit
+        if initial is None:
+            initial = self.absent
+        else:
+            if not state_v_first:
+                initial = initial.mT.contiguous()
+            if initial.shape != self.state or not initial.is_contiguous():
+                raise _Unfit
+        if cu is None:
+            cu = self._regular()
+        elif cu.dtype is torch.int64:
+            cu = cu.to(torch.int32)
+        if self.contract == "production":
+            A_log = self._zeros(self.g[2:3]) if A_log is None else A_log
+            dt_bias = self._zeros(self.g[2:]) if dt_bias is None else dt_bias
+            if dt_bias.dim() == 1:
+                dt_bias = dt_bias.view(self.g[2:])
+        return (
             q.view_as(self.q_rows),
             k.view_as(self.q_rows),
             v.view_as(self.v_rows),
             g.view_as(self.g_rows),
             beta.view_as(self.beta_rows),
-            A,
-            bias,
-            start,
-            packed,
-            o.view_as(self.v_rows),
-            final,
-            # Freed when the call returns: the allocator hands it out again on this stream alone, after it.
-            torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device),
-            *self.sizes,
-            scale_of(scale, self.state[3]),
-            self.lower_bound,
+            A_log,
+            dt_bias,
+            initial,
+            cu,
         )
-        if not output_final_state:
-            return o, None
-        return o, final if state_v_first else final.mT.contiguous()
+
+    def _careful(self, given: Given, state_v_first: bool) -> Given:
+        """The kernel's inputs, each looked at. Raises TypeError, ValueError for the first that is wrong."""
+        q, k, v, g, beta, initial, cu, A_log, dt_bias = given
+        names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
+        _refuse_others(**dict(zip(names, given, strict=True)))
+        if self.contract == "plain":
+            g, beta = (x.float() if x.dtype is torch.bfloat16 else x for x in (g, beta))
+        self._check("q", q, self.q, self.dtype)
+        self._check("k", k, self.q, self.dtype)
+        self._check("v", v, self.v, self.dtype)
+        self._check("g", g, self.g, self.gate)
+        self._check("beta", beta, self.beta, self.gate, alignment=1)
+        if initial is not None:
+            initial = self._initial(initial, state_v_first)
+        if cu is not None:
+            cu = self._packed(cu)
+        if self.contract == "production":
+            HV, K = self.g[2:]
+            if A_log is not None:
+                self._check("A_log", A_log, (HV,), torch.float32, alignment=4)
+            if dt_bias is not None:
+                dt_bias = dt_bias.view(HV, K) if dt_bias.shape == (HV * K,) else dt_bias
+                self._check("dt_bias", dt_bias, (HV, K), torch.float32, alignment=4)
+        return self._quick((q, k, v, g, beta, initial, cu, A_log, dt_bias), True)
 
     def _check(
-        self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, alignment: int = _ALIGNMENT
+        self, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, alignment: int = _ALIGNMENT
     ) -> None:
-        """Raises TypeError, ValueError for a tensor that the kernel cannot take."""
-        if (
-            isinstance(x, Tensor)
-            and x.shape == shape
-            and x.dtype is dtype
-            and x.device == self.device
-            and x.is_contiguous()
-            and not x.data_ptr() % alignment
-        ):
-            return
+        """Raises ValueError for a tensor that the kernel cannot take."""
         _refuse_others(**{name: x})
         if x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted {tuple(shape)} beside q and v")
@@ -341,41 +380,29 @@ class _Plan:
             raise ValueError(f"{name} is on {x.device}, q on {self.device}")
         if not x.is_contiguous():
             raise ValueError(f"{name} is not contiguous (strides {x.stride()}): pass {name}.contiguous()")
-        raise ValueError(f"{name} does not begin at a multiple of {alignment} bytes: pass {name}.clone()")
-
-    def _gate_parameters(self, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """float32 [HV] and [HV, K]."""
-        HV, K = self.g[2:]
-        A = self._zeros((HV,)) if A_log is None else A_log
-        bias = self._zeros((HV, K)) if dt_bias is None else dt_bias
-        if isinstance(bias, Tensor) and bias.shape == (HV * K,):
-            bias = bias.view(HV, K)
-        self._check("A_log", A, (HV,), torch.float32, 4)
-        self._check("dt_bias", bias, (HV, K), torch.float32, 4)
-        return A, bias
+        if x.data_ptr() % alignment:
+            raise ValueError(f"{name} does not begin at a multiple of {alignment} bytes: pass {name}.clone()")
 
     def _initial(self, x: Tensor, v_first: bool) -> Tensor:
         """[N, HV, V, K], whatever the caller's layout is."""
         if not v_first:
-            _refuse_others(initial_state=x)
             N, HV, V, K = self.state
             if x.shape != (N, HV, K, V):
                 raise ValueError(f"initial_state has shape {tuple(x.shape)}; wanted {(N, HV, K, V)}")
             x = x.mT.contiguous()
         self._check("initial_state", x, self.state, torch.float32)
-        return x
+        return x.view(self.state)  # strides of axes of one element may be anything; the kernel's are not
 
     def _packed(self, cu: Tensor) -> Tensor:
         if cu.dtype is torch.int64:
             cu = cu.to(torch.int32)
         elif cu.dtype is not torch.int32:
-            _refuse_others(cu_seqlens=cu)
             raise ValueError(f"cu_seqlens is {cu.dtype}; wanted int32 or int64")
-        self._check("cu_seqlens", cu, (self.sizes[0] + 1,), torch.int32, 4)
+        self._check("cu_seqlens", cu, (self.sizes[0] + 1,), torch.int32, alignment=4)
         return cu
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return _kept(("zeros", shape), self.device, lambda: torch.zeros(shape, device=self.device))
+        return _kept(("zeros", shape), self.index, lambda: torch.zeros(shape, device=self.device))
 
     def _regular(self) -> Tensor:
         """cu_seqlens of a batch of equal lengths."""
@@ -384,20 +411,33 @@ class _Plan:
         def make() -> Tensor:
             return torch.arange(B + 1, dtype=torch.int32, device=self.device) * T
 
-        return _kept(("regular", B, T), self.device, make)
+        return _kept(("regular", B, T), self.index, make)
 
-    def _check_values(self, g: Tensor, beta: Tensor, packed: Tensor) -> None:
-        """Raises ValueError. Waits for the GPU."""
+    def _workspace(self) -> Tensor:
+        """At least what the kernel needs, of this thread and stream alone; a graph's own while one is
+        captured. The last one is kept: to make one costs more than all else here."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+        place = (get_ident(), self.index, _stream(self.index))
+        found = _workspaces.get(place)
+        if found is None or found.numel() < self.workspace_bytes:
+            if len(_workspaces) >= _KEPT_WORKSPACES:
+                _workspaces.clear()
+            _workspaces.pop(place, None)
+            found = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            _workspaces[place] = found
+        return found
+
+    def check_values(self, given: Given, state_v_first: bool) -> None:
+        """Raises TypeError, ValueError. Waits for the GPU."""
+        _, _, _, g, beta, *_, packed = self._careful(given, state_v_first)
         ends = packed.tolist()
         tokens = self.sizes[1]
         if ends[0] != 0 or ends[-1] > tokens or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
             raise ValueError(f"cu_seqlens must ascend from 0 to T = {tokens} at most")
         if self.contract == "plain" and ends[-1] > 0:
-            for name, x, rows, bounds in (
-                ("g", g, self.g_rows, (self.least, 0.0)),
-                ("beta", beta, self.beta_rows, (0.0, 1.0)),
-            ):
-                found = x.view_as(rows)[: ends[-1]]
+            for name, x, bounds in (("g", g, (self.least, 0.0)), ("beta", beta, (0.0, 1.0))):
+                found = x[: ends[-1]]
                 least, most = float(found.min()), float(found.max())
                 if not (least >= bounds[0] and most <= bounds[1]):
                     raise ValueError(f"{name} spans {least} to {most}; verified are {list(bounds)}")
@@ -406,13 +446,13 @@ class _Plan:
 _plans: dict[Any, _Plan] = {}
 
 
-def _shape_alone(*shape: int) -> Tensor:
-    return torch.empty((), device="meta").expand(shape)
+class _Unfit(Exception):
+    """Something does not fit; the careful way finds out what."""
 
 
-def _widened(name: str, x: Tensor) -> Tensor:
-    _refuse_others(**{name: x})
-    return x.float() if x.dtype is torch.bfloat16 else x
+def _shape_alone(device: torch.device, *shape: int) -> Tensor:
+    """A tensor of one element's memory: to view another as this costs half of `view` with a shape."""
+    return torch.empty((), device=device).expand(shape)
 
 
 def _sequences(shape: tuple[int, ...], B: int) -> int:
@@ -426,25 +466,37 @@ def _sequences(shape: tuple[int, ...], B: int) -> int:
 
 def _refuse_grad(given: Given) -> None:
     """Raises ValueError for the first tensor that requires grad."""
-    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
-    name = next(name for name, x in zip(names, given, strict=True) if x is not None and x.requires_grad)
-    raise ValueError(
-        f"{name} requires grad and there is no backward pass: call under torch.no_grad(), "
-        f"or pass {name}.detach()"
-    )
+    for i, x in enumerate(given):
+        if isinstance(x, Tensor) and x.requires_grad:
+            name = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")[i]
+            raise ValueError(
+                f"{name} requires grad and there is no backward pass: call under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+
+
+_workspaces: dict[tuple[int, int, int], Tensor] = {}
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: int(torch.cuda.current_stream(index).cuda_stream)
+)
+
+
+def free_workspaces() -> None:
+    """Give the kept workspaces back to torch's allocator. What is under way on the GPU still ends well."""
+    _workspaces.clear()
 
 
 _constants: dict[Any, Tensor] = {}
 
 
-def _kept(key: tuple[Any, ...], device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+def _kept(key: tuple[Any, ...], index: int, make: Callable[[], Tensor]) -> Tensor:
     """A constant of the stream that it was made on: on another one it might not be written yet.
 
     A graph makes its own: what is kept here may be dropped while the graph still reads it.
     """
     if torch.cuda.is_current_stream_capturing():
         return make()
-    place = (key, device, torch.cuda.current_stream(device).cuda_stream)
+    place = (key, index, _stream(index))
     found = _constants.get(place)
     if found is None:
         if len(_constants) >= _KEPT:

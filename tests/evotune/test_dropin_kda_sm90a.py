@@ -30,10 +30,6 @@ class Stream:
         self.current = 1
         self.capturing = False
 
-    @property
-    def cuda_stream(self) -> int:
-        return self.current
-
 
 @pytest.fixture(scope="module")
 def pareto(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,11 +49,47 @@ def pareto(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "pareto"
 
 
+class Checked:
+    """A host kernel that refuses tensors as the DSL's functions do, and as little: outer strides of an axis
+    of any extent are not looked at."""
+
+    _RANKS = {"q": 3, "k": 3, "v": 3, "g": 3, "beta": 2, "A_log": 1, "dt_bias": 2, "initial_state": 4}
+    _RANKS |= {"cu_seqlens": 1, "o": 3, "final_state": 4, "workspace": 1}
+
+    def __init__(self, path: Path, entry: str) -> None:
+        self._function = Processor().function(str(path), entry)
+        label = path.stem
+        self._production = "production" in label
+        self._dtype = torch.bfloat16 if label.startswith("bfloat16") else torch.float32
+
+    def __call__(self, *arguments: Any) -> None:
+        tensors = dict(zip(self._RANKS, arguments, strict=False))
+        if not self._production:
+            assert tensors.pop("A_log") is tensors.pop("dt_bias") is None
+        for name, x in tensors.items():
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"Mismatched type on argument {name}, expected Tensor")
+            if x.device.type != "cpu" or x.dtype is not self._wanted(name) or x.dim() != self._RANKS[name]:
+                raise ValueError(f"Mismatched Tensor on argument {name}")
+            compact = torch.empty(x.shape, device="meta").stride()
+            if x.stride()[1:] != compact[1:] or (x.dim() == 1 and x.stride() != (1,)):
+                raise ValueError(f"Mismatched strides on argument {name}")
+            if name in "qkvgo" and x.data_ptr() % 16:
+                raise ValueError(f"Misaligned Tensor data on argument {name}")
+        if tensors["k"].shape != tensors["q"].shape or tensors["g"].shape[1:] != (tensors["v"].shape[1], 64):
+            raise ValueError("Mismatched shape")
+        self._function(*arguments)
+
+    def _wanted(self, name: str) -> Any:
+        if name in "qkvo" or (self._production and name in ("g", "beta")):
+            return self._dtype
+        return {"cu_seqlens": torch.int32, "workspace": torch.uint8}.get(name, torch.float32)
+
+
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     found = Stream()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
@@ -68,7 +100,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def kda(pareto: Path, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = exports.load_dropin(pareto)
     monkeypatch.setattr(module, "_DEVICE", "cpu")
-    monkeypatch.setattr(module, "_function", lambda path, entry: Processor().function(str(path), entry))
+    monkeypatch.setattr(module, "_function", Checked)
+    monkeypatch.setattr(module, "_stream", lambda index: stream.current)
     monkeypatch.setattr(module, "_check_versions", lambda kernel: None)
     return module
 
@@ -240,6 +273,29 @@ def test_the_workspace_is_what_the_manifest_says(kda: Any, recorded: Recorded) -
     assert recorded.argument(WORKSPACE)[0].shape == ((1 << 16) + 4096 * 50 * 4 + (1 << 16) * 4 * 4,)
 
 
+def test_workspaces_belong_to_a_thread_and_a_stream_and_never_to_a_graph(
+    kda: Any, recorded: Recorded, stream: Stream
+) -> None:
+    given = arguments(case())
+    for current, capturing in ((1, False), (1, False), (2, False), (1, True), (1, True), (1, False)):
+        stream.current, stream.capturing = current, capturing
+        kda.kda_forward(**given)
+    stream.capturing = False
+    thread = threading.Thread(target=lambda: kda.kda_forward(**given))
+    thread.start()
+    thread.join()
+    one, same, other, graph, graph_again, back, elsewhere = (id(x) for x in recorded.argument(WORKSPACE))
+    assert one == same == back
+    assert len({one, other, graph, graph_again, elsewhere}) == 5
+    kda.kda_forward(**arguments(case(lengths=(9, 0, 1, 40))))
+    larger = recorded.argument(WORKSPACE)[-1]
+    kda.kda_forward(**given)
+    assert recorded.argument(WORKSPACE)[-1] is larger
+    kda.free_workspaces()
+    kda.kda_forward(**given)
+    assert recorded.argument(WORKSPACE)[-1] is not larger
+
+
 def test_a_kernel_is_not_loaded_while_a_graph_is_captured(kda: Any, stream: Stream) -> None:
     stream.capturing = True
     with pytest.raises(RuntimeError, match="call kda_forward once before a graph is captured"):
@@ -267,6 +323,11 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
 
 
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """Some heads of more, as slices of a fused projection are: only an outer stride is wrong."""
+    return torch.cat([x, x], dim=2)[:, :, : x.shape[2]]
+
+
 def shifted(x: torch.Tensor) -> torch.Tensor:
     """Contiguous, but beginning in the middle of 16 bytes."""
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
@@ -278,13 +339,27 @@ def test_strided_inputs_are_refused_with_the_mend(kda: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is not contiguous \(strides .*\): pass {name}.contiguous"):
         kda.kda_forward(**given | {name: strided(given[name])})
     kda.kda_forward(**given)
-    with pytest.raises(ValueError, match=f"{name} is not contiguous"):
-        kda.kda_forward(**given | {name: strided(given[name])})
+    for make in (strided, sliced):
+        with pytest.raises(ValueError, match=f"{name} is not contiguous"):
+            kda.kda_forward(**given | {name: make(given[name])})
     if name != "beta":
         with pytest.raises(
             ValueError, match=f"{name} does not begin at a multiple of 16 bytes: pass {name}.c"
         ):
             kda.kda_forward(**given | {name: shifted(given[name])})
+
+
+def test_strides_of_axes_of_one_element_may_be_anything(kda: Any) -> None:
+    solved = case(lengths=(1,), initial_state=True)
+    given = arguments(solved)
+    wanted = kda.kda_forward(**given, state_v_first=True)
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        x = given[name]
+        given[name] = x.as_strided(x.shape, (12345, 777, *x.stride()[2:]) if x.shape[1] == 1 else x.stride())
+    given["initial_state"] = given["initial_state"].as_strided((1, 4, 96, 64), (5, 96 * 64, 64, 1))
+    found = kda.kda_forward(**given, state_v_first=True)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
 
 
 def test_strides_of_states(kda: Any) -> None:
