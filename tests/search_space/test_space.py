@@ -173,3 +173,13 @@ def test_knobs_must_come_from_knob() -> None:
         choices_of(Plain)
     with pytest.raises(ValueError, match="not among the choices"):
         knob(3, choices=(1, 2), doc="")
+
+
+def test_the_legal_share_is_exact_or_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Space(Toy(budget=128), [FP32])
+    exact = sum(listed.why_not(knobs) is None for knobs in listed.legal()) / listed.size
+    assert listed.legal_share() == exact
+    assert 0 < exact < 1
+    monkeypatch.setattr("evotune.search_space.space._LISTED_GRID", 0)
+    drawn = Space(Toy(budget=128), [FP32])
+    assert drawn.legal_share() == drawn.legal_share() == pytest.approx(exact, abs=0.03)
