@@ -4,10 +4,12 @@ A real object of the DSL is exported with a judgement that was made up, and veri
 the GPU. And the whole way with the processor in the GPU's place: judged, exported, verified with the gate.
 """
 
+import ctypes
 import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,13 +237,70 @@ class TestARealObject:
         assert found.findings[-1].relinked is False
         assert "linked by another linker" in found.findings[-1].line
 
-    def test_the_dropin_loads_it(self, hopper: Exporting) -> None:
-        """As far as its own checks, which need no GPU."""
+    def test_the_function_looks_at_what_the_dropin_leaves_to_it(self, hopper: Exporting) -> None:
+        """On memory that claims to be a GPU's and is never touched: for no sequence nothing is launched."""
+        torch = pytest.importorskip("torch")
         module = exports.load_dropin(hopper.out)
         kernel = module.shipped(module.Choice("b00-0000", next(hopper.out.rglob("*.so")).stem))
         function = module._function(kernel.library, kernel.manifest["entry"])
-        with pytest.raises(TypeError, match=r"Expects 18 parameters .*mQ: Tensor\(\[n0, n1, 128\]"):
-            function(1)
+        T, H, HV, K, half = 8, 2, 4, 128, torch.bfloat16
+        good = {
+            "q": torch.zeros(T, H, K, dtype=half),
+            "k": torch.zeros(T, H, K, dtype=half),
+            "v": torch.zeros(T, HV, K, dtype=half),
+            "g": torch.zeros(T, HV, K, dtype=half),
+            "beta": torch.zeros(T, HV, dtype=half),
+            "A_log": torch.zeros(HV),
+            "dt_bias": torch.zeros(HV, K),
+            "initial_state": torch.zeros(1, HV, K, K),
+            "cu_seqlens": torch.zeros(2, dtype=torch.int32),
+            "o": torch.zeros(T, HV, K, dtype=half),
+            "final_state": torch.zeros(1, HV, K, K),
+            "workspace": torch.zeros(1 << 16, dtype=torch.uint8),
+        }
+
+        def call(**changed: Any) -> None:
+            tensors = [OnGpu(x) for x in (good | changed).values()]
+            function(*tensors, 0, T, H, HV, 1.0, -5.0)
+
+        with suppress(RuntimeError):  # after its own look it asks CUDA for a driver
+            call()
+        wide = torch.zeros(T * H * K + 1, dtype=half)
+        for name, x in (
+            ("k", good["k"].float()),
+            ("k", good["k"][None]),
+            ("k", torch.zeros(T, H + 1, K, dtype=half)),
+            ("k", torch.zeros(T + 1, H, K, dtype=half)),
+            ("k", torch.zeros(T, H, 64, dtype=half)),
+            ("k", torch.zeros(T, H, 2 * K, dtype=half)[..., :K]),
+            ("k", wide[1:].view(T, H, K)),
+            ("beta", torch.zeros(T, 2 * HV, dtype=half)[:, ::2]),
+            ("A_log", torch.zeros(HV + 1)),
+            ("dt_bias", torch.zeros(K, HV).mT),
+            ("initial_state", good["initial_state"].mT),
+            ("initial_state", good["initial_state"].double()),
+            ("cu_seqlens", good["cu_seqlens"].long()),
+        ):
+            with pytest.raises(ValueError, match="Mis"):
+                call(**{name: x})
+
+
+class OnGpu:
+    """A tensor that says of itself that it is on CUDA device 0."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self.tensor.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        managed: Any = pointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(managed + 8).value = 2  # DLTensor: void *data; DLDevice device; …
+        return capsule
 
 
 @pytest.fixture(scope="module")
