@@ -83,7 +83,7 @@ class LiveLine:
         done = len(history.judged)
         rate = self._count / max(time.monotonic() - self._begun, 1e-3)
         failures = ", ".join(f"{name} {count}" for name, count in history.failures().most_common())
-        left = (self._trials - done) / rate
+        left = (self._trials - done) / rate if rate else 0.0  # 0: a session that only promotes
         if self._time_limit_s is not None:
             left = min(left, self._time_limit_s - history.elapsed_s)
         living = len(history.living())

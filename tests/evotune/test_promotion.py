@@ -21,6 +21,7 @@ from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Retry,
 from evotune.fitness.sequential import level, spending
 from evotune.history import Entry, History, fold, value_of
 from evotune.journal import FILE, Journal, read
+from evotune.live import LiveLine
 from evotune.promotion import (
     BASELINE,
     Defence,
@@ -332,6 +333,30 @@ def test_a_study_crowns_the_fastest_and_says_so(tmp_path: Path) -> None:
     plain = call("status", setup.directory).stdout
     assert "Champions" in plain
     assert "of timing" in plain
+
+
+def test_the_live_line_says_who_meets_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    class Status:
+        told = ""
+
+        def update(self, text: str) -> None:
+            self.told = text
+
+    line, shown = LiveLine(40, None), Status()
+    line._status = shown  # type: ignore[assignment]
+    state = history(steady(1.3, 1.1))
+    (match,) = matches(state, PLAN)
+    line.meets(state, match)
+    assert shown.told.endswith(
+        "no champions yet · 1 branch · 0/min · none failed · 0:00 left · long: #1 meets #0"
+    )
+    won = contest(1, BASELINE, promoted=True)
+    crowned = history(steady(1.3, 1.1), won)
+    line.met(crowned, won)
+    assert "champions long #1" in shown.told
+    line.meets(crowned, Defence("long", 1))
+    assert shown.told.endswith("long: #1 is confirmed")
+    assert "long: candidate 1 (b00), not confirmed yet" in capsys.readouterr().err
 
 
 def test_a_replay_holds_the_same_contests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
