@@ -242,7 +242,7 @@ def samples(tokens: int) -> int:
 
 def repetitive(x: Array) -> bool:
     """Whether values recur so much that errors do not average: fewer than one in fifty is new."""
-    return 50 * len(np.unique(x)) < x.size
+    return bool(50 * len(np.unique(x)) < x.size)
 
 
 def round_keys(problem: Problem) -> Problem:
