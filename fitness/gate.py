@@ -17,12 +17,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from evotune.errors import StudyError
 from evotune.fitness.arena import (
     GUARD,
     POISON,
@@ -122,18 +124,31 @@ class CaseBook:
                 self._begun[workload.name] = elsewhere.submit(_solve, self._operator, workload, seed)
 
     def solved(self, workload: Workload) -> Case:
-        """The case whose variants `fresh` gives; costs a solution only the first time."""
+        """The case whose variants `fresh` gives; costs a solution only the first time. Raises StudyError when
+        it was begun in a process that ended before it."""
         with self._solving:
             case = self._solved.get(workload.name)
             if case is None:
                 begun = self._begun.pop(workload.name, None)
-                case = begun.result() if begun else self._operator.solve(workload, secrets.randbits(31))
+                case = _result(begun) if begun else self._operator.solve(workload, secrets.randbits(31))
                 self._solved[workload.name] = case
         return case
 
     def fresh(self, workload: Workload, rng: np.random.Generator) -> Case:
         """A variant nobody has seen."""
         return self.solved(workload).fresh(rng)
+
+
+def _result(begun: "Future[Case]") -> Case:
+    """Such a process begins with its parent's script: where that has no guard, it runs it all again, and
+    dies. Raises StudyError."""
+    try:
+        return begun.result()
+    except BrokenProcessPool as error:
+        raise StudyError(
+            "a process that solved a problem ended early; a script that calls evotune does so under "
+            '`if __name__ == "__main__":`, since such processes begin with it'
+        ) from error
 
 
 def _solve(operator: Operator, workload: Workload, seed: int) -> Case:

@@ -1,11 +1,15 @@
 """Planted bugs: each is caught, by the rung named beside it. The operator is the tests' RMSNorm."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from evotune.errors import StudyError
 from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport, Session
 from evotune.fitness.operator import Array, Case
 from evotune.fitness.outcome import Failed, Failure, Stage
@@ -253,3 +257,18 @@ def test_a_timeout_is_the_limits(bench: Bench, gate: Gate) -> None:
     assert failed is not None
     assert failed.detail == "no answer within 0.1 s"
     assert replace(failed, detail="") == Failed(Failure.TIMEOUT, Stage.EDGES, "", case="2 rows")
+
+
+def test_a_solver_that_dies_is_explained() -> None:
+    """As those of a script without a guard do."""
+
+    class Elsewhere(Executor):
+        def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool("terminated abruptly"))
+            return future
+
+    book = CaseBook(RMS_OPERATOR)
+    book.begin(WORKLOAD, Elsewhere())
+    with pytest.raises(StudyError, match='under `if __name__ == "__main__":`'):
+        book.solved(WORKLOAD)
