@@ -16,7 +16,8 @@ from optuna_dashboard._note import get_note_from_system_attrs
 from evotune import calibrate, journal, notes, promotion
 from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.evaluation import Fallen
-from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Retry, Stage
+from evotune.fitness.objectives import Column
+from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Retry, Stage, Value
 from evotune.fitness.sequential import level, spending
 from evotune.history import Entry, History, fold, value_of
 from evotune.journal import FILE, Journal, read
@@ -64,11 +65,12 @@ def history(
 ) -> History:
     """A study whose candidates, the default first, were measured so and took so long; `held` at its end."""
     records: list[Record] = [
-        StudyBegun({}, "", (), {}),
+        StudyBegun({}, "", (Column("speedup:long", "x", maximize=True),), {}),
         BranchAdded(-1, "b00", "source", None, "seed", ""),
     ]
     for i, measurements in enumerate(candidates):
-        passed = Passed("screen", 0.5, tuple(measurements), 1.0, (), {})
+        values = [Value(f"speedup:{m.group}", m.speedup, "x", True) for m in measurements]
+        passed = Passed("screen", 0.5, tuple(measurements), 1.0, tuple(values), {})
         records.append(Asked(i, i, i, "b00", {}, "tune"))
         records.append(Judged(i, i, i, passed, {"time": seconds}, {}, seconds * (i + 1)))
     ends_s = np.cumsum([seconds * len(candidates), *(record.seconds for record in held)])[1:]
