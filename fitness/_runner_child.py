@@ -269,8 +269,7 @@ def main() -> None:
 
     This process never calls what it loaded. Each server is forked from it, shut in with seccomp before its
     first call, and followed by another one when the parent asks: nothing of one server's calls is left in the
-    next. That there is a new one is said over a pipe which no server can write to. The next one is forked
-    while the parent writes inputs for this one, and waits for its turn at a pipe that this one lacks.
+    next. That there is a new one is said over a pipe which no server can write to.
     """
     spec = json.loads(sys.argv[1])
     requests, replies, births = spec["requests"], spec["replies"], spec["births"]
@@ -283,31 +282,17 @@ def main() -> None:
     status, index, objects = load(spec["objects"])
     server = _Server(arena, objects)
     shut_in = filter_installer(bytes.fromhex(spec["seccomp"]))
-
-    def spawn() -> tuple[int, int]:
-        """A server that waits for its turn, and the pipe that gives it."""
-        turn, give = os.pipe()
+    os.write(replies, REPLY.pack(1, status, index))
+    while True:
         child = os.fork()
         if child == 0:
             os.close(births)
-            os.close(give)
             shut_in()
-            read_exactly(turn, 1)
             serve(server, requests, replies)
-        os.close(turn)
-        return child, give
-
-    serving, give = spawn()
-    os.write(replies, REPLY.pack(1, status, index))
-    while True:
-        os.write(give, b"!")
-        os.close(give)
         os.write(births, b"!")
-        following, give = spawn()
-        _, status = os.waitpid(serving, 0)
+        _, status = os.waitpid(child, 0)
         if not os.WIFEXITED(status) or os.WEXITSTATUS(status) != RENEWED:
             die_like(status)
-        serving = following
 
 
 if __name__ == "__main__":

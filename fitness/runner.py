@@ -228,7 +228,7 @@ class Runner(Worker):
     def renew(self) -> None:
         """Go on in a process that has seen nothing: forked from one that loaded the objects and called none.
 
-        The arena is emptied as well. Takes less than 1 ms, a new runner 40. Raises Fault.
+        The arena is emptied as well. Takes 1 ms, a new runner 40. Raises Fault.
         """
         if _waiting(self._births):
             self.close()
@@ -310,7 +310,7 @@ def _memory_copy(path: Path) -> int:
 
 def _limits(arena_bytes: int) -> Limits:
     """Room for Python, the arena and a candidate's own mistakes; the parent bounds each call's time."""
-    return Limits(cpu_s=24 * 3600, memory_bytes=arena_bytes + (1 << 30), processes=5, files=32)
+    return Limits(cpu_s=24 * 3600, memory_bytes=arena_bytes + (1 << 30), processes=4, files=32)
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> bytes:
