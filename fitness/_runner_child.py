@@ -102,7 +102,9 @@ class _Flags:
     def __init__(self) -> None:
         self.read: Callable[[], int] = int
         try:
-            self.page = mmap.mmap(-1, _PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+            # Private: what one server's kernel writes into a shared page, the next one's would find there.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.page = mmap.mmap(-1, _PAGE, flags, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         except OSError:
             return
         self.page[: len(self.code)] = self.code

@@ -1,5 +1,6 @@
 """The runner process: calls, and everything a hostile object may do instead of answering."""
 
+import ctypes
 import os
 import secrets
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evotune.errors import SandboxError
+from evotune.fitness import _runner_child as child
 from evotune.fitness.outcome import Failure
 from evotune.fitness.runner import Fault, Loadable, Runner, kinds
 from evotune.fitness.sandbox import Sandbox
@@ -196,6 +198,17 @@ def test_a_renewed_process_remembers_nothing(bench: Bench) -> None:
         assert ratio() == float("inf")
         runner.renew()
         assert ratio() <= 1
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="reads the flags of x86_64")
+def test_code_of_the_server_lies_in_no_memory_that_a_successor_shares() -> None:
+    """Code that a server runs lies in a page of its own, or one server's kernel could write for the next."""
+    flags = child._Flags()
+    assert flags() == 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(flags.page))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    (line,) = (line for line in maps if line.startswith(f"{address:x}-"))
+    assert line.split()[1] == "r-xp"
 
 
 def test_an_end_is_not_an_answer(bench: Bench) -> None:
