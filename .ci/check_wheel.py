@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIXES = {".py", ".c", ".md", ".toml", ".typed"}
+SUFFIXES = {".py", ".c", ".json", ".md", ".toml", ".typed"}
 
 names = {name for name in zipfile.ZipFile(sys.argv[1]).namelist() if ".dist-info/" not in name}
 expected = {
