@@ -395,6 +395,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"v": torch.zeros(1, 36, 4, 96)}, "v has shape"),
     ({"k": torch.zeros(1, 37, 4, 64)}, "k has shape"),
     ({"beta": torch.zeros(1, 37, 4, 1)}, "beta has shape"),
+    # As many elements as there should be.
+    ({"k": torch.zeros(1, 37, 64, 2)}, r"k has shape \(1, 37, 64, 2\)"),
+    ({"g": torch.zeros(1, 37, 64, 4)}, r"g has shape \(1, 37, 64, 4\)"),
+    ({"beta": torch.zeros(1, 4, 37)}, r"beta has shape \(1, 4, 37\)"),
+    ({"initial_state": torch.zeros(1, 64, 4, 96)}, r"initial_state has shape \(1, 64, 4, 96\)"),
     ({"initial_state": torch.zeros(1, 4, 96, 64)}, "initial_state has shape"),
     ({"initial_state": torch.zeros(1, 4, 64, 96).double()}, "initial_state is torch.float64"),
     ({"k": torch.empty(1, 37, 2, 64, device="meta")}, "k is on meta, q on cpu"),
