@@ -101,7 +101,8 @@ def sweep(out: Path, seed: int) -> None:
     with out.open("w", newline="") as file, closing(setup.evaluator(study)) as evaluator:
         writer = csv.writer(file)
         names = list(order[0].shown)
-        writer.writerow([*names, "verdict", *_RESOURCES, *(f"time_us:{w}" for w in workloads)])
+        clocks = [f"{clock}:{w}" for clock in ("time_us", "default_us") for w in workloads]
+        writer.writerow([*names, "verdict", *_RESOURCES, *clocks])
         branch = evaluator.problem.seed  # type: ignore[attr-defined]  # the device's judge, not a replay
         for first in range(0, len(order), _BATCH):
             batch = order[first : first + _BATCH]
@@ -115,16 +116,17 @@ def sweep(out: Path, seed: int) -> None:
 
 
 def _row(outcome: Outcome, workloads: Sequence[str]) -> list[str]:
-    """Verdict, resources of the study's first object, times relative to the default's own in the block."""
+    """Verdict, resources of the study's first object, its times and the default's in the same blocks."""
     if not isinstance(outcome, Passed):
         verdict = outcome.failure.value if isinstance(outcome, Failed) else "retry"
-        return [verdict, *([""] * (len(_RESOURCES) + len(workloads)))]
+        return [verdict, *([""] * (len(_RESOURCES) + 2 * len(workloads)))]
     resources = next(iter(outcome.resources.values())).values
-    times = {m.workload: m.time_us for m in outcome.measurements}
+    found = {m.workload: m for m in outcome.measurements}
     return [
         "passed",
         *(str(resources.get(name, "")) for name in _RESOURCES),
-        *(f"{times[w]:.6g}" for w in workloads),
+        *(f"{found[w].time_us:.6g}" for w in workloads),
+        *(f"{found[w].baseline_time_us:.6g}" for w in workloads),
     ]
 
 
@@ -134,10 +136,8 @@ def tables(sweep_csv: Path, folder: Path) -> None:
 
     rows = pd.read_csv(sweep_csv)
     rows = rows[rows["verdict"] == "passed"]
-    times = [name for name in rows.columns if name.startswith("time_us:")]
-    speeds = 1 / (rows[times] / rows[times].min())
-    speeds.columns = pd.Index([name.removeprefix("time_us:") for name in times])
-    rows = pd.concat([rows.drop(columns=times), speeds], axis=1)
+    speeds = _relative(rows)
+    rows = pd.concat([rows, speeds], axis=1)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [f"{len(rows)} configurations; 1.00 is the fastest of them on that workload.\n"]
     for (down, across), design in DESIGNS.items():
@@ -146,6 +146,18 @@ def tables(sweep_csv: Path, folder: Path) -> None:
         draw(_heat(mine, down, across, list(speeds.columns)), folder / f"{down}_{across}.png")
     parts.append(_resources(rows, list(speeds.columns)))
     (folder / "tables.md").write_text("\n".join(parts))
+
+
+def _relative(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """A column for each workload: the least time over a configuration's, each over the default's beside it.
+
+    A sweep recorded before the default's times were written is compared as it is: it ran for a minute.
+    """
+    import pandas as pd
+
+    names = [name.removeprefix("time_us:") for name in rows.columns if name.startswith("time_us:")]
+    times = pd.DataFrame({w: rows[f"time_us:{w}"] / rows.get(f"default_us:{w}", 1.0) for w in names})
+    return times.min() / times
 
 
 def _in_design(rows: "pd.DataFrame", design: Mapping[str, Sequence[Any]]) -> "pd.Series[bool]":
