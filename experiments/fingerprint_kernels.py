@@ -1,6 +1,6 @@
 """Makes evotune/known_kernels.json: shingles of public KDA kernels, to which exported ones are compared.
 
-    python experiments/fingerprint_kernels.py "fla-core 0.6.0, fla/ops/kda (MIT)=FOLDER" … > known_kernels.json
+    python experiments/fingerprint_kernels.py "fla-core 0.6.0, KDA (MIT)=FOLDER" … > known_kernels.json
 
 FOLDER has the sources (.py, .cu, .cuh, .h). Those of the shipped file came from the wheels of fla-core 0.6.0
 (fla/ops/kda, fla/ops/gated_delta_rule) and nvidia-cudnn-frontend 1.32.0 (cudnn/linear_attention, files of
