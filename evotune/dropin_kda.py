@@ -135,7 +135,10 @@ def shipped(choice: Choice) -> Shipped:
     text = (folder / "manifest.json").read_bytes()
     _same_hash(folder / "manifest.json", text, index()["kernels"][choice.kernel])
     manifest = json.loads(text)
-    built = next(o for o in manifest["objects"] if o["label"] == choice.label)
+    mine = [o for o in manifest["objects"] if o["label"] == choice.label]
+    if len(mine) != 1:
+        raise RuntimeError(f"{choice.kernel} has {len(mine)} objects {choice.label}; wanted is one")
+    (built,) = mine
     path = folder / _plain(built["library"]["name"])
     _same_hash(path, path.read_bytes(), built["library"]["sha256"])
     return Shipped(manifest, built, path)

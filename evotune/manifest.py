@@ -8,11 +8,12 @@ a link, reads regular files up to a limit, and compares hashes before anything i
 format that is parsed, into strict models.
 """
 
+import json
 import os
 import platform
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evotune.errors import StudyError
 
@@ -237,6 +238,13 @@ class KernelManifest(_Model):
     licence: Text
     resembles: dict[Text, float] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> Self:
+        """Whoever reads one of two takes his pick: what was judged might not be what is loaded."""
+        _once("object", (built.label for built in self.objects))
+        _once("file", (MANIFEST, *(entry.name for entry in self.files())))
+        return self
+
     def files(self) -> Iterator[FileEntry]:
         yield self.source
         for built in self.objects:
@@ -287,6 +295,20 @@ class Index(_Model):
     workloads: tuple[WorkloadEntry, ...]
     left_out: tuple[LeftOut, ...]
 
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> Self:
+        _once("workload", (workload.name for workload in self.workloads))
+        return self
+
+
+def _once(kind: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name[:120]!r} is there twice")
+        seen.add(name)
+
 
 def to_json(model: BaseModel) -> bytes:
     return (model.model_dump_json(indent=1) + "\n").encode()
@@ -296,13 +318,18 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def parse(model: type[_M], data: bytes, where: str) -> _M:
-    """Raises StudyError that names the first wrong field."""
+    """Raises StudyError that names the first wrong field, or a key given twice: readers differ in which of the
+    two they take."""
     try:
-        return model.model_validate_json(data)
+        found = model.model_validate_json(data)
+        json.loads(data, object_pairs_hook=lambda pairs: _once("key", (key for key, _ in pairs)))
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part)[:60] for part in first["loc"])
         raise StudyError(f"{where}: {place + ': ' if place else ''}{first['msg'][:200]}") from None
+    except ValueError as error:
+        raise StudyError(f"{where}: {error}") from None
 
 
 def plain_name(name: str) -> str:

@@ -25,6 +25,7 @@ from evotune.manifest import (
     Index,
     KernelManifest,
     ObjectEntry,
+    WorkloadEntry,
     read_index,
     read_kernel,
 )
@@ -168,8 +169,8 @@ class _Judge:
         for name, ours in texts.items():
             yield Finding(name, self._dropin_problem(name, ours))
         for workload in index.workloads:
-            if workload.kernel not in index.kernels:
-                yield Finding(MANIFEST, f"workload {workload.name!r} goes to a kernel that is not there")
+            if problem := self._dispatch_problem(workload):
+                yield Finding(MANIFEST, f"workload {workload.name!r} {problem}")
         for name in self.folder.names():
             if name not in {*texts, *REPORTS, MANIFEST, KERNELS}:
                 problem = "has no place in an export; Python may load it in place of the drop-in: remove it"
@@ -188,6 +189,14 @@ class _Judge:
                     yield self._kernel(kernels, id, expected)
                 except (_Broken, StudyError) as error:
                     yield Finding(id, str(error))
+
+    def _dispatch_problem(self, workload: WorkloadEntry) -> str:
+        """The drop-in finds a workload by its dtype and constants, and loads the object of its label."""
+        if workload.kernel not in self.index.kernels:
+            return "goes to a kernel that is not there"
+        constants = tuple(sorted(workload.constants.items()))
+        own = Specialization(self.index.operator, workload.dtype, constants).label
+        return "" if own == workload.label else f"is of {own} and goes to objects of {workload.label}"
 
     def _dropin_problem(self, name: str, ours: bytes) -> str:
         """The text that a user of the directory imports must be ours, whatever the index says of it."""
@@ -217,6 +226,12 @@ class _Judge:
         if problem := self.bench.misplaced(manifest):
             raise _Broken(problem)
         objects = {_specialization(built): built for built in manifest.objects}
+        if len(objects) < len(manifest.objects):
+            raise _Broken("two of its objects are for the same specialization")
+        labels = {built.label for built in manifest.objects}
+        for workload in self.index.workloads:
+            if workload.kernel == id and workload.label not in labels:
+                raise _Broken(f"has no object {workload.label}, which workload {workload.name!r} goes to")
         same = [self._adopted(built, contents, manifest) for built in objects.values()]
         error = None if self.bench.unable.run else self._gate(objects, contents, manifest)
         rebuilt = self._rebuilds(objects, contents, manifest)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,78 @@ def test_a_swapped_object_is_judged_not_believed(
     assert problems(copy)["good"].startswith("wrong at ")
 
 
+def wrong_one(copy: Path, build: Callable[[Unit], tuple[bytes, bytes]], **changes: object) -> dict[str, Any]:
+    """An entry for a wrong kernel of the good one's specialization, its files beside the good ones."""
+    own = copy / "kernels" / "good"
+    object_, library = build(TEMPLATE.unit(WRONG, TEMPLATE.default(PLAIN), PLAIN))
+    (own / "evil.o").write_bytes(object_)
+    (own / "evil.so").write_bytes(library)
+    (entry,) = json.loads((own / "manifest.json").read_text())["objects"]
+    files = {
+        part: entry[part] | {"name": f"evil{end}"} for part, end in (("object", ".o"), ("library", ".so"))
+    }
+    return dict(entry) | files | changes
+
+
+def test_a_second_object_of_a_specialization_cannot_hide_behind_the_first(
+    copy: Path, build: Callable[[Unit], tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop-in would load the first, and the last be judged."""
+    evil = wrong_one(copy, build)
+    honest = json.loads((copy / "kernels" / "good" / "manifest.json").read_text())["objects"]
+    exports.reseal(copy, objects=[evil, *honest])
+    assert f"object '{PLAIN.label}' is there twice" in problems(copy)["good"]
+    dropin = exports.load_dropin(copy)
+    with pytest.raises(RuntimeError, match=f"good has 2 objects {PLAIN.label}"):
+        dropin.shipped(dropin.Choice("good", PLAIN.label))
+    # Also were the manifest's own look to miss it.
+    monkeypatch.setattr(manifest, "_once", lambda kind, names: None)
+    assert problems(copy) == {"good": "two of its objects are for the same specialization"}
+
+
+@pytest.mark.parametrize("label", [f"{PLAIN.label}-2", "bfloat16-K64-V64-plain"])
+def test_an_object_under_another_label_is_found(
+    copy: Path, build: Callable[[Unit], tuple[bytes, bytes]], label: str
+) -> None:
+    evil = wrong_one(copy, build, label=label)
+    honest = json.loads((copy / "kernels" / "good" / "manifest.json").read_text())["objects"]
+    exports.reseal(copy, objects=[evil, *honest])
+    assert problems(copy) == {"good": f"object {label} says it is for {PLAIN.label}"}
+
+
+@pytest.mark.parametrize(
+    ("part", "other"), [("library", "object"), ("object", "source"), ("library", "source")]
+)
+def test_a_file_in_two_parts_is_found(copy: Path, part: str, other: str) -> None:
+    data = json.loads((copy / "kernels" / "good" / "manifest.json").read_text())
+    (built,) = data["objects"]
+    twice = data["source"] if other == "source" else built[other]
+    exports.reseal(copy, objects=[built | {part: twice}])
+    assert f"file {twice['name']!r} is there twice" in problems(copy)["good"]
+
+
+def test_an_object_in_place_of_another_is_found(copy: Path, tmp_path: Path) -> None:
+    """Two specializations whose libraries are one file: one of them would run the other's code."""
+    other = exports.kernel("other", (spec(64, 96),), tmp_path).manifest.objects[0]
+    (honest,) = json.loads((copy / "kernels" / "good" / "manifest.json").read_text())["objects"]
+    entry = json.loads(other.model_dump_json()) | {part: honest[part] for part in ("object", "library")}
+    exports.reseal(copy, objects=[honest, entry])
+    assert "is there twice" in problems(copy)["good"]
+
+
+def test_a_key_given_twice_is_found(copy: Path) -> None:
+    """Readers of JSON differ in which of the two they take."""
+    path = copy / "kernels" / "good" / "manifest.json"
+    path.write_text(path.read_text().replace('"entry":', '"entry": "other", "entry":', 1))
+    text = (copy / "manifest.json").read_text()
+    old = json.loads(text)["kernels"]["good"]
+    (copy / "manifest.json").write_text(text.replace(old, sha256(path.read_bytes()).hexdigest()))
+    assert "key 'entry' is there twice" in problems(copy)["good"]
+    (copy / "manifest.json").write_text(text.replace('"good":', f'"good": "{"0" * 64}", "good":', 1))
+    with pytest.raises(StudyError, match="key 'good' is there twice"):
+        verify(copy)
+
+
 def test_an_object_with_a_constructor_is_refused_before_it_is_linked(copy: Path, tmp_path: Path) -> None:
     from tests.search_space.host_kernel import compile_unit
 
@@ -232,6 +305,42 @@ def test_a_dispatch_to_a_kernel_that_is_not_there_is_found(copy: Path) -> None:
     index["workloads"][0]["kernel"] = "ghost"
     (copy / "manifest.json").write_text(json.dumps(index))
     assert problems(copy) == {"manifest.json": "workload 'w' goes to a kernel that is not there"}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"constants": {"K": 64, "V": 96, "contract": "plain"}},
+            f"is of float32-K64-V96-plain and goes to objects of {PLAIN.label}",
+        ),
+        ({"label": "float32-K64-V96-plain"}, f"is of {PLAIN.label} and goes to objects of float32-K64-V96"),
+        ({"dtype": "bfloat16"}, "is of bfloat16-K64-V64-plain and goes to"),
+    ],
+)
+def test_a_dispatch_to_an_object_for_other_problems_is_found(
+    copy: Path, change: dict[str, object], problem: str
+) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    index["workloads"][0] |= change
+    (copy / "manifest.json").write_text(json.dumps(index))
+    assert problem in problems(copy)["manifest.json"]
+
+
+def test_a_dispatch_to_an_object_that_is_not_there_is_found(copy: Path) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    other = spec(64, 96)
+    index["workloads"].append(json.loads(exports.workload("x", other, "good").model_dump_json()))
+    (copy / "manifest.json").write_text(json.dumps(index))
+    assert problems(copy) == {"good": f"has no object {other.label}, which workload 'x' goes to"}
+
+
+def test_a_workload_twice_is_found(copy: Path) -> None:
+    index = json.loads((copy / "manifest.json").read_text())
+    index["workloads"] *= 2
+    (copy / "manifest.json").write_text(json.dumps(index))
+    with pytest.raises(StudyError, match="workload 'w' is there twice"):
+        verify(copy)
 
 
 def test_another_processor_is_named(copy: Path) -> None:
