@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from evotune.errors import DeviceError, DeviceLost, EvotuneError, StudyError
+from evotune.errors import DeviceError, DeviceLost, EvotuneError, SandboxError, StudyError
 
 if TYPE_CHECKING:
     from evotune.history import History
@@ -70,6 +70,7 @@ def run(
     from evotune.opening import begin
 
     setup = _setup(study, directory, trials, time_limit, unsafe)
+    _tell_walls(unsafe)
     if dry_run:
         from evotune.dryrun import command
 
@@ -94,6 +95,7 @@ def resume(
         setup = replace(_setup(study, directory, trials, time_limit, unsafe), directory=directory)
     else:
         setup = _recorded(directory, _history(directory), unsafe, trials=trials, time_limit_s=time_limit)
+    _tell_walls(unsafe)
     _run(setup, lambda: opening.resume(directory, setup), as_json)
 
 
@@ -158,6 +160,7 @@ def export(
     directory = _directory(study)
     history = _history(directory)
     setup = _recorded(directory, history, unsafe)
+    _tell_walls(unsafe)
     done = make(Job(setup, history, out, limit=limit, force=force, say=_say))
     if as_json:
         print(json.dumps(done.as_json(), indent=2))
@@ -180,6 +183,7 @@ def verify(
     def tell(finding: verification.Finding) -> None:
         _say(finding.line)
 
+    _tell_walls(unsafe)
     found = verification.verify(directory, rebuild=rebuild, unsafe=unsafe, say=tell)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
@@ -206,6 +210,7 @@ def diagnose(
     directory = _directory(study)
     history = _history(directory)
     setup = _recorded(directory, history, unsafe)
+    _tell_walls(unsafe)
     found = look(setup, candidate_of(setup, history, report.find(history, number), source))
     print(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(found.lines()))
     raise typer.Exit(0 if found.failed is None else 1)
@@ -252,6 +257,7 @@ def calibrate(
 
     with template() if study is None else nullcontext(study) as path:
         setup = _setup(path, None, None, None, unsafe)
+    _tell_walls(unsafe)
     with closing(evaluator(setup)) as judge:
         found = calibration.calibrate(setup, judge, blocks=blocks, say=_say)
     if as_json:
@@ -282,6 +288,7 @@ def redteam(
     if coverage:
         print("\n".join(attack.coverage_lines()))
         return
+    _tell_walls(unsafe)
     found = attack.judge(target=target, full=full, unsafe=unsafe, say=_say)
     if table is not None:
         attack.write_table(found, table)
@@ -377,6 +384,18 @@ def _trouble(error: OSError) -> str:
 def _say(line: str) -> None:
     """One line of progress; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _tell_walls(unsafe: bool) -> None:
+    """What does not hold where the sandbox is weaker than bubblewrap, and the mend; nothing where it is not.
+
+    For each command that builds or judges, before it does. Where no walls hold at all, it says so itself.
+    """
+    from evotune.fitness.sandbox import Sandbox
+
+    with suppress(SandboxError):
+        if warning := Sandbox.detect(unsafe=unsafe).describe().warning:
+            _say(f"evotune: {warning}")
 
 
 def _console() -> Any:

@@ -107,12 +107,21 @@ class Completed:
 
 @dataclass(frozen=True)
 class Description:
-    """For `doctor`: the level, what does not hold at it, and what to do about that ("" when nothing)."""
+    """For a person: the level, what does not hold at it, and what to do about that ("" when nothing)."""
 
     level: Level
     detail: str
     weaker: tuple[str, ...]
     mend: str
+
+    @property
+    def warning(self) -> str:
+        """All of it in a line for who relies on the walls; "" behind bubblewrap."""
+        if self.level is Level.BUBBLEWRAP:
+            return ""
+        none = self.level is Level.NONE
+        walls = "there is no sandbox" if none else "this machine's sandbox is weaker than bubblewrap"
+        return f"{walls} ({self.detail}): {'; '.join(self.weaker)}. {self.mend}"
 
 
 class Child:

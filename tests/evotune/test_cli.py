@@ -1,13 +1,20 @@
 """Commands: exit codes, one-line errors, JSON, closed pipes, a fast --help."""
 
+import inspect
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from evotune.cli import app
+from evotune.errors import SandboxError, StudyError
+from evotune.fitness import cell
+from evotune.fitness.cell import Landlock, Open
+from evotune.fitness.sandbox import Level, Sandbox
 from evotune.history import fold
 from evotune.journal import read
 from tests.evotune.toy import ROOT, STUDY, call, environment, study_file
@@ -229,3 +236,100 @@ def test_an_empty_front_is_said(tmp_path: Path) -> None:
     told = call("status", tmp_path / "toy.study")
     assert told.returncode == 0
     assert "The front is empty: no candidate has passed." in told.stdout
+
+
+WALLED = ("run", "resume", "export", "verify", "diagnose", "calibrate", "redteam")
+
+
+def walls(monkeypatch: pytest.MonkeyPatch, found: Sandbox) -> None:
+    """Make this a machine where `found` is detected; the judge of redteam takes minutes and is left out."""
+
+    def judge(**how: object) -> None:
+        raise StudyError("not judged")
+
+    monkeypatch.setattr(Sandbox, "detect", lambda *, unsafe=False: found)
+    monkeypatch.setattr("evotune.redteam.judge", judge)
+
+
+def line_of(command: str, done: Path) -> tuple[str | Path, ...]:
+    where: dict[str, tuple[str | Path, ...]] = {
+        "run": (done.parent / "toy.toml", "--trials", "2", "--directory", done.parent / "few.study"),
+        "resume": (done,),
+        "export": (done, "--out", done.parent / "pareto"),
+        "verify": (done.parent / "no export",),
+        "diagnose": ("0", done),
+        "calibrate": (done.parent / "toy.toml",),
+        "redteam": (),
+    }
+    return command, *where[command]
+
+
+@pytest.fixture
+def again(done: Path, tmp_path: Path) -> Path:
+    shutil.copy(done.parent / "toy.toml", tmp_path)
+    shutil.copytree(done, tmp_path / done.name)
+    return tmp_path / done.name
+
+
+def test_every_command_that_asks_for_walls_is_tried_here() -> None:
+    asking = {
+        made.callback.__name__
+        for made in app.registered_commands
+        if made.callback and "unsafe" in inspect.signature(made.callback).parameters
+    }
+    assert asking == set(WALLED)
+
+
+@pytest.mark.parametrize("command", WALLED)
+def test_weak_walls_are_told_once(command: str, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walls(
+        monkeypatch,
+        Sandbox(Level.LANDLOCK, Landlock(sys.executable), "Landlock ABI 4: bwrap is not installed"),
+    )
+    told = call(*line_of(command, again))
+    lines = [line for line in told.stderr.splitlines() if "weaker than bubblewrap" in line]
+    assert len(lines) == 1, told.stderr
+    for piece in ("bwrap is not installed", "names and sizes of files outside", "apt install bubblewrap"):
+        assert piece in lines[0]
+    assert "bubblewrap" not in told.stdout
+
+
+@pytest.mark.parametrize("command", WALLED)
+def test_no_walls_are_told_once(command: str, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walls(monkeypatch, Sandbox(Level.NONE, Open(), "this kernel has no Landlock"))
+    told = call(*line_of(command, again), "--unsafe-no-sandbox")
+    lines = [line for line in told.stderr.splitlines() if "there is no sandbox" in line]
+    assert len(lines) == 1, told.stderr
+    assert "generated code can read, write and send whatever the user can" in lines[0]
+    assert "apt install bubblewrap" in lines[0]
+
+
+@pytest.mark.parametrize("command", WALLED)
+def test_behind_the_best_walls_nothing_is_told(
+    command: str, again: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = cell.bubblewrap_ways("/usr/bin/bwrap")
+    walls(monkeypatch, Sandbox(Level.BUBBLEWRAP, next(iter(ways)), "/usr/bin/bwrap"))
+    told = call(*line_of(command, again))
+    assert "sandbox" not in told.stderr
+    assert "bubblewrap" not in told.stderr
+
+
+def test_json_stays_clean_behind_weak_walls(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walls(monkeypatch, Sandbox(Level.NONE, Open(), "this kernel has no Landlock"))
+    told = call(*line_of("run", again), "--json", "--unsafe-no-sandbox")
+    assert json.loads(told.stdout)["trials"]["judged"] == 2
+    assert "there is no sandbox" in told.stderr
+
+
+def test_where_no_walls_hold_the_command_says_so_itself(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in's device may need none: the study runs."""
+
+    def refuse(*, unsafe: bool = False) -> Sandbox:
+        raise SandboxError("no sandbox holds on this machine")
+
+    monkeypatch.setattr(Sandbox, "detect", refuse)
+    assert call(*line_of("run", again)).returncode == 0
+    monkeypatch.setattr("evotune.redteam.judge", lambda **how: refuse())
+    refused = call("redteam")
+    assert (refused.returncode, refused.stderr) == (1, "evotune: no sandbox holds on this machine\n")
