@@ -47,7 +47,7 @@ from evotune.manifest import (
 )
 from evotune.pareto import front, ranked
 from evotune.plugins import TARGETS, load
-from evotune.promotion import titles
+from evotune.promotion import disqualified, standing, titles
 from evotune.resemblance import resemblances
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
@@ -132,7 +132,7 @@ def export(job: Job) -> Exporting:
         index = place.index(held, left_out)
     bundle.write(job.out, index, held, force=job.force)
     return Exporting(
-        job.out, tuple(held), tuple(left_out), len(front(job.history.columns, job.history.judged))
+        job.out, tuple(held), tuple(left_out), len(front(job.history.columns, standing(job.history)))
     )
 
 
@@ -150,10 +150,14 @@ def target_of(setup: Setup) -> Target:
 
 def choose(history: History, limit: int) -> list[Chosen]:
     """The front, best ranked first, and whatever else is fastest on some workload: the champion of its group,
-    where one won its title, else the best screened. Raises StudyError."""
-    passed = [entry for entry in history.judged if entry.passed]
+    where one won its title, else the best screened. Who was found wrong after screening is passed over.
+    Raises StudyError."""
+    passed = standing(history)
     if not passed:
-        failures = ", ".join(f"{n} {name}" for name, n in history.failures().most_common()) or "none judged"
+        failed = history.failures()
+        if later := len(disqualified(history)):
+            failed["found wrong after screening"] = later
+        failures = ", ".join(f"{n} {name}" for name, n in failed.most_common()) or "none judged"
         raise StudyError(f"no candidate passed the gate ({failures}), so there is nothing to export")
     best = {e.asked.index: e for e in ranked(history, front(history.columns, passed))[:limit]}
     fastest: dict[int, list[str]] = {}

@@ -318,8 +318,8 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def parse(model: type[_M], data: bytes, where: str) -> _M:
-    """Raises StudyError that names the first wrong field, or a key given twice: readers differ in which of the
-    two they take."""
+    """Raises StudyError that names the first wrong field, or a key given twice: readers differ in which one
+    they take."""
     try:
         found = model.model_validate_json(data)
         json.loads(data, object_pairs_hook=lambda pairs: _once("key", (key for key, _ in pairs)))

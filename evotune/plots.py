@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from evotune.fitness.objectives import Column
 from evotune.history import Entry, History, primary, value_of
 from evotune.pareto import front
+from evotune.promotion import standing
 from evotune.records import BranchAdded
 
 _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e")
@@ -42,7 +43,7 @@ def front_figure(history: History) -> go.Figure:
                 _points(mine, x, y, branch.id, {"color": _colour(history, branch.id), "size": 8})
             )
     ring = {"color": "rgba(0,0,0,0)", "size": 13, "line": {"color": "#000000", "width": 1.5}}
-    figure.add_trace(_points(front(history.columns, passed), x, y, "front", ring))
+    figure.add_trace(_points(front(history.columns, standing(history)), x, y, "front", ring))
     return figure
 
 
@@ -52,7 +53,7 @@ def progress_figure(history: History) -> go.Figure:
         "Best so far, and the branches that entered", "candidate", "speedup over the default kernel"
     )
     for number, column in enumerate(history.columns[i] for i in primary(history.columns)):
-        xs, ys = _running_best(history.judged, column)
+        xs, ys = _running_best(history, column)
         line = {"shape": "hv", "color": _COLOURS[number % len(_COLOURS)]}
         figure.add_trace(go.Scatter(x=xs, y=ys, mode="lines", name=column.name, line=line))
     for branch in [b for b in history.living() if b.parent is not None][:_MOST_NEWCOMERS]:
@@ -129,18 +130,18 @@ def _points(
     )
 
 
-def _running_best(entries: Sequence[Entry], column: Column) -> tuple[list[int], list[float]]:
+def _running_best(history: History, column: Column) -> tuple[list[int], list[float]]:
     """Candidates at which the best changed, and the last one judged; the best there."""
     xs: list[int] = []
     ys: list[float] = []
-    for entry in entries:
+    for entry in standing(history):
         if entry.passed:
             value = value_of(entry.passed, column.name)
             if not ys or (value > ys[-1] if column.maximize else value < ys[-1]):
                 xs.append(entry.asked.index)
                 ys.append(value)
     if ys:
-        xs.append(entries[-1].asked.index)
+        xs.append(history.judged[-1].asked.index)
         ys.append(ys[-1])
     return xs, ys
 

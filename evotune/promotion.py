@@ -134,8 +134,8 @@ def titles(history: History) -> tuple[Title, ...]:
 
 def _title(history: History, group: str, out: frozenset[int]) -> Title:
     contests = tuple(contest for contest in history.contests if contest.group == group)
-    standing = [c for c in contests if c.promoted and c.challenger not in out]
-    won = standing[-1] if standing else None
+    wins = [c for c in contests if c.promoted and c.challenger not in out]
+    won = wins[-1] if wins else None
     champion = won.challenger if won else BASELINE
     confirmed = [c for c in history.confirmations if (c.group, c.champion) == (group, champion) and c.blocks]
     return Title(group, champion, won, contests, confirmed[-1] if confirmed else None)
@@ -147,6 +147,12 @@ def disqualified(history: History) -> frozenset[int]:
     out |= {contest.champion for contest in history.contests if contest.fallen}
     out |= {c.champion for c in history.confirmations if c.failed is not None}
     return frozenset(out)
+
+
+def standing(history: History) -> list[Entry]:
+    """Candidates that passed and were not found wrong since: what may be shown as good, or exported."""
+    out = disqualified(history)
+    return [entry for entry in history.judged if entry.passed and entry.asked.index not in out]
 
 
 def matches(history: History, plan: PromotionPlan) -> list[Match]:

@@ -16,7 +16,7 @@ from evotune.history import Entry, History, primary
 from evotune.mutators.transcript import FILE, Transcript
 from evotune.notes import champion, diff, headline
 from evotune.pareto import best_per_column, front
-from evotune.promotion import Title, spent, titles
+from evotune.promotion import Title, spent, standing, titles
 from evotune.records import to_json, verdict
 from evotune.throughput import line, throughput
 
@@ -32,9 +32,9 @@ def status(history: History, cost_usd: float, legal_share: float | None = None) 
 
     `legal_share` is the legal part of the knobs' grid, see `Space.legal_share`.
     """
-    judged = history.judged
+    judged, sound = history.judged, standing(history)
     study = history.begun.config["study"]
-    best = best_per_column(history.columns, judged)
+    best = best_per_column(history.columns, sound)
     return {
         "name": study["name"],
         "trials": {"asked": len(history.entries), "judged": len(judged), "wanted": study["trials"]},
@@ -54,7 +54,7 @@ def status(history: History, cost_usd: float, legal_share: float | None = None) 
         "champions": [_champion(history, title) for title in titles(history)],
         "seconds": _seconds(history),
         "throughput": throughput(history, legal_share),
-        "front": [candidate(history, entry) for entry in front(history.columns, judged)],
+        "front": [candidate(history, entry) for entry in front(history.columns, sound)],
         "branches": [_branch(history, branch.id) for branch in history.branches],
     }
 
@@ -96,7 +96,7 @@ def _seconds(history: History) -> dict[str, float]:
 
 def _branch(history: History, branch: str) -> dict[str, Any]:
     added, mine = history.added(branch), history.of(branch)
-    best = best_per_column(history.columns, mine)
+    best = best_per_column(history.columns, [e for e in standing(history) if e.asked.branch == branch])
     columns = {column.name: column for column in history.columns}
     return {
         "id": branch,
@@ -268,7 +268,7 @@ def _times_table(entry: Entry) -> Table:
 
 def progress(history: History) -> str:
     """The best so far in one phrase: "long 3.1×, short 2.4×"."""
-    best = best_per_column(history.columns, history.judged)
+    best = best_per_column(history.columns, standing(history))
     parts = []
     for i in primary(history.columns):
         name = history.columns[i].name

@@ -7,7 +7,7 @@ from evotune.history import Entry, History, load
 from evotune.journal import FILE
 from evotune.notes import headline
 from evotune.pareto import front
-from evotune.promotion import titles
+from evotune.promotion import standing, titles
 from evotune.records import verdict
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ def results(path: str | Path) -> "pd.DataFrame":
     """One row per judged candidate, in the order of their index, which is also the frame's index.
 
     Columns: trial, branch, origin, verdict ("passed" or the failure's class), stage, detail, front (whether
-    on the Pareto front), champion (workload groups whose title it holds, "" for none), one per objective (NaN
-    unless passed), "time_us:<workload>", "knob:<name>", "resource:<specialization>:<name>",
-    "seconds:<phase>".
+    on the Pareto front of those not found wrong since), champion (workload groups whose title it holds, ""
+    for none), one per objective (NaN unless passed), "time_us:<workload>", "knob:<name>",
+    "resource:<specialization>:<name>", "seconds:<phase>".
 
     Args:
         path: a study directory or its journal.
@@ -32,7 +32,7 @@ def results(path: str | Path) -> "pd.DataFrame":
 
     directory = Path(path)
     history = load(directory.parent if directory.name == FILE else directory)
-    best = {entry.asked.index for entry in front(history.columns, history.judged)}
+    best = {entry.asked.index for entry in front(history.columns, standing(history))}
     held = _held(history)
     rows = [
         _row(history, entry, entry.asked.index in best, held.get(entry.asked.index, ""))

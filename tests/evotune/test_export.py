@@ -164,6 +164,35 @@ def test_a_champion_is_fastest_on_its_group(setup: Setup) -> None:
     assert fastest == {"one": 1, "packs": 2}
 
 
+WRONG_LATER = Failed(Failure.WRONG, Stage.EDGES, "o")
+LOST = Contest(0, "long", 1, 0, 0.05, 0.0, False, (), WRONG_LATER, "", 1.0, 1.0)
+
+
+def test_who_failed_a_contests_gate_makes_room_for_the_honest(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidate 1 dominates all in screening, and was found wrong before its contest began."""
+    speeds = ((100, 100), (10, 10), (60, 80), (80, 60))
+    past = history(
+        setup, *(("b00", KdaHostKnobs(key_unroll=2**i), passed(setup, s)) for i, s in enumerate(speeds))
+    )
+    assert [k.number for k in choose(past, 12)] == [1]
+    past = dataclasses.replace(past, contests=(LOST,))
+    chosen = choose(past, 12)
+    assert {k.number: k.fastest_on for k in chosen} == {2: ("one",), 3: ("packs",)}
+    assert all(k.front for k in chosen)
+    monkeypatch.setattr(devices, "host", Fake(WRONG_LATER))
+    assert export(Job(setup, past, tmp_path / "pareto")).front_size == 2
+
+
+def test_when_all_were_found_wrong_later_it_says_so(setup: Setup) -> None:
+    failed = ("b00", KdaHostKnobs(), WRONG_LATER)
+    past = history(setup, failed, ("b00", KdaHostKnobs(lanes=4), passed(setup, (50, 50))))
+    past = dataclasses.replace(past, contests=(LOST,))
+    with pytest.raises(StudyError, match=r"\(1 wrong, 1 found wrong after screening\)"):
+        choose(past, 12)
+
+
 def test_an_empty_front_says_what_failed(setup: Setup, tmp_path: Path) -> None:
     failed = Failed(Failure.WRONG, Stage.EDGES, "o")
     past = history(setup, ("b00", KdaHostKnobs(), failed), ("b00", KdaHostKnobs(lanes=4), failed))

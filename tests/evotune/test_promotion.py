@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna_dashboard._note import get_note_from_system_attrs
 
-from evotune import calibrate, journal, notes, promotion
+from evotune import calibrate, journal, notes, promotion, tables
 from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.evaluation import Fallen
 from evotune.fitness.objectives import Column
@@ -22,6 +22,7 @@ from evotune.fitness.sequential import level, spending
 from evotune.history import Entry, History, fold, value_of
 from evotune.journal import FILE, Journal, read
 from evotune.live import LiveLine
+from evotune.plots import progress_figure
 from evotune.promotion import (
     BASELINE,
     Defence,
@@ -46,7 +47,7 @@ from evotune.records import (
     to_json,
 )
 from evotune.replay import replay
-from evotune.report import status
+from evotune.report import progress, status
 from evotune.trials import storage_at
 from tests.evotune.toy import ToyDevice, call, found, meetings, run_study, setup_of, study_file
 
@@ -162,6 +163,34 @@ def test_who_fails_is_out_everywhere_and_hands_the_title_back() -> None:
     fallen = history(steady(1.2, 1.3, 1.4), *crowned, contest(3, 2, fallen="it fails while it is timed"))
     assert champion(fallen) == 1
     assert challengers(fallen) == [3]
+
+
+def test_who_was_found_wrong_is_shown_as_nobodys_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidate 2 is the fastest of screening."""
+
+    def shown(state: History) -> tuple[list[int], int, float, str, list[int], list[float]]:
+        told = status(state, 0.0)
+        monkeypatch.setattr(tables, "load", lambda directory: state)
+        frame = tables.results(tmp_path)
+        (column,) = state.columns
+        (line,) = progress_figure(state).data
+        return (
+            [c["candidate"] for c in told["front"]],
+            told["best"][column.name]["candidate"],
+            told["branches"][0]["best"][column.name],
+            progress(state),
+            list(frame.index[frame["front"]]),
+            list(line.y),
+        )
+
+    candidates = steady(1.2, 1.5)
+    begun = history(candidates).begun
+    state = replace(history(candidates), begun=replace(begun, config={"study": {"name": "s", "trials": 3}}))
+    assert shown(state) == ([2], 2, 1.5, "long 1.5×", [2], [1.0, 1.2, 1.5, 1.5])
+    state = replace(state, contests=(contest(2, BASELINE, failed=WRONG),))
+    assert shown(state) == ([1], 1, 1.2, "long 1.2×", [1], [1.0, 1.2, 1.2])
 
 
 def test_levels_are_spent_by_tests_that_saw_evidence() -> None:
