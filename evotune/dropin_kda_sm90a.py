@@ -134,7 +134,7 @@ def kda_forward(  # noqa: PLR0913 - the argument list is fla's
     if torch.compiler.is_compiling():
         production = contract_of(flags, lower_bound, A_log, dt_bias) == "production"
         tensors = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-        facts = (scale, lower_bound, production, output_final_state, state_v_first, kernel)
+        facts = (scale, lower_bound, production, output_final_state, state_v_first, kernel, check_values)
         o, final_state = _operator(*tensors, *facts)
         return o, final_state if output_final_state else None
     try:  # what a plan follows from; most calls find theirs
@@ -330,6 +330,8 @@ class _Plan:
             dt_bias = self._zeros(self.g[2:]) if dt_bias is None else dt_bias
             if dt_bias.dim() == 1:
                 dt_bias = dt_bias.view(self.g[2:])
+            if not dt_bias.is_contiguous():
+                raise _Unfit
         return (
             q.view(*self.q_rows),
             k.view(*self.q_rows),
@@ -626,6 +628,7 @@ def _eager(  # noqa: PLR0913 - the schema below
     output_final_state: bool,
     state_v_first: bool,
     kernel: str | None,
+    check_values: bool,
 ) -> tuple[Tensor, Tensor]:
     o, final_state = kda_forward(
         *(q, k, v, g, beta),
@@ -641,6 +644,7 @@ def _eager(  # noqa: PLR0913 - the schema below
         A_log=A_log,
         dt_bias=dt_bias,
         kernel=kernel,
+        check_values=check_values,
     )
     return o, q.new_empty(0) if final_state is None else final_state
 
@@ -664,7 +668,7 @@ _operator: Any = torch.library.custom_op(
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, "
         "Tensor? A_log, Tensor? dt_bias, float? scale, float? lower_bound, bool production, "
-        "bool output_final_state, bool state_v_first, str? kernel) -> (Tensor, Tensor)"
+        "bool output_final_state, bool state_v_first, str? kernel, bool check_values) -> (Tensor, Tensor)"
     ),
 )
 _operator.register_fake(_traced)

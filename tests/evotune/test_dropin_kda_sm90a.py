@@ -349,6 +349,34 @@ def test_strided_inputs_are_refused_with_the_mend(kda: Any, name: str) -> None:
             kda.kda_forward(**given | {name: shifted(given[name])})
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("dt_bias", lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]]),  # of a fused parameter
+        ("dt_bias", lambda x: x[:1].expand(x.shape)),
+        ("dt_bias", lambda x: x.mT.contiguous().mT),
+        ("dt_bias", lambda x: torch.stack([x.flatten()] * 2, dim=1)[:, 0]),
+        ("dt_bias", lambda x: x.flatten()[:1].expand(x.numel())),
+        ("A_log", lambda x: torch.stack([x, x], dim=1)[:, 0]),
+        ("A_log", lambda x: x[:1].expand(x.shape)),
+        ("cu_seqlens", lambda x: torch.stack([x, x], dim=1)[:, 0]),
+        ("cu_seqlens", lambda x: x[:1].expand(x.shape)),
+    ],
+)
+def test_strided_parameters_are_never_taken_as_compact(
+    kda: Any, name: str, make: Callable[[torch.Tensor], torch.Tensor], again: bool
+) -> None:
+    """Not where `view` leaves strides alone, nor where the function of the kernel sees inner ones only."""
+    given = arguments(case("production")) | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)}
+    if again:
+        kda.kda_forward(**given)
+    odd = make(given[name])
+    assert not odd.is_contiguous()
+    with pytest.raises(ValueError, match=f"{name} is not contiguous"):
+        kda.kda_forward(**given | {name: odd})
+
+
 def test_strides_of_axes_of_one_element_may_be_anything(kda: Any) -> None:
     solved = case(lengths=(1,), initial_state=True)
     given = arguments(solved)
@@ -473,6 +501,18 @@ def test_a_compiled_function_calls_it_as_one_operator(kda: Any, monkeypatch: pyt
         wanted = kda.kda_forward(**given, state_v_first=True)
     assert torch.equal(o, wanted[0] * 2)
     assert torch.equal(state, wanted[1])
+
+
+def test_a_compiled_call_looks_at_values_too(kda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(case())
+    monkeypatch.setitem(sys.modules, kda.__name__, kda)
+    compiled = torch.compile(kda.kda_forward, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = kda.kda_forward(**given)
+        assert torch.equal(compiled(**given, check_values=True)[0], wanted[0])
+        compiled(**given | {"g": ONES})
+        with pytest.raises(ValueError, match="g spans 1.0 to 1.0"):
+            compiled(**given | {"g": ONES}, check_values=True)
 
 
 def test_another_gpu_is_named(kda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from evotune.export import Exporting, Job, export
 from evotune.fitness import cute_toolchain, device
 from evotune.fitness.build import Builder, BuildPlan
 from evotune.fitness.cache import Cache
+from evotune.fitness.cuda import SANITIZERS, Sanitized
 from evotune.fitness.cuda_link import RUNTIME, CudaLinker
 from evotune.fitness.cuda_runner import CudaCell
 from evotune.fitness.cute_toolchain import CuteToolchain
@@ -36,7 +37,7 @@ from evotune.fitness.lease import Gpu
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Evidence, values
 from evotune.fitness.operator import specialization
-from evotune.fitness.outcome import Artifact, Measurement, Passed
+from evotune.fitness.outcome import Artifact, Failed, Failure, Measurement, Passed, Resources, Stage
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import Timed
 from evotune.history import Entry, History
@@ -47,7 +48,8 @@ from evotune.search_space.template import Unit
 from evotune.search_space.templates import kda_host
 from evotune.search_space.templates.kda_host import KdaHostKnobs
 from evotune.setup import Setup, resolve
-from evotune.verify import Verification, verify
+from evotune.verify import Finding, Verification, verify
+from evotune.workbench import Unable
 from tests.evotune import exports
 from tests.evotune.toy import call
 from tests.fitness import fake_gpu
@@ -67,6 +69,7 @@ TABLES: dict[str, Any] = {
     ],
 }
 H200 = Described("NVIDIA H200", "9.0", "580.1", "13.0")
+WATCHED = Sanitized(dict.fromkeys(SANITIZERS, ""))
 
 
 def judged(setup: Setup) -> History:
@@ -108,6 +111,9 @@ class MadeUp:
         timed = Timed(measured, 0.4, 12.0)
         naive = {w.name: 1e6 for w in self.setup.workloads}
         return Confirmation(artifacts, GateReport("full", ()), (timed,) * blocks, (naive,) * blocks)
+
+    def sanitize(self, candidate: Candidate) -> Sanitized:
+        return WATCHED
 
     def library(self, artifact: Any) -> bytes:
         path: Any = self.linker.link(artifact)
@@ -156,6 +162,8 @@ class TestARealObject:
         assert built.resources["registers"] > 0
         assert {"spill_bytes", "shared_bytes", "threads"} <= built.resources.keys()
         assert manifest.evidence.host_call_us == 12.0
+        assert manifest.evidence.sanitizer is not None
+        assert manifest.evidence.sanitizer.found == WATCHED.found
         page = (hopper.out / "pareto.html").read_text()
         assert "NVIDIA H200, driver 580.1" in page
 
@@ -182,7 +190,10 @@ class TestARealObject:
         assert found.undone == "no kernel was run: this machine has no NVIDIA GPU"
         assert found.verdict == f"holds as far as this machine can tell: {found.undone}"
         assert (kernel.worst_error, kernel.relinked, kernel.rebuilt) == (None, True, True)
-        assert kernel.line.endswith("hashes and inspections hold, not run; rebuilds to the same objects")
+        assert kernel.line.endswith(
+            "hashes and inspections hold, not run; rebuilds to the same objects; "
+            "compute-sanitizer at export: memcheck, racecheck, synccheck found nothing"
+        )
 
     def test_the_command_has_an_exit_code_for_that(
         self, hopper: Exporting, monkeypatch: pytest.MonkeyPatch
@@ -277,10 +288,16 @@ class TestARealObject:
             ("k", wide[1:].view(T, H, K)),
             ("beta", torch.zeros(T, 2 * HV, dtype=half)[:, ::2]),
             ("A_log", torch.zeros(HV + 1)),
+            ("A_log", torch.zeros(2 * HV)[::2]),
+            ("A_log", torch.zeros(1).expand(HV)),
+            ("dt_bias", torch.zeros(HV + 1, K)),
+            ("dt_bias", torch.zeros(2 * HV * K)[::2].view(HV, K)),
             ("dt_bias", torch.zeros(K, HV).mT),
             ("initial_state", good["initial_state"].mT),
             ("initial_state", good["initial_state"].double()),
             ("cu_seqlens", good["cu_seqlens"].long()),
+            ("cu_seqlens", torch.zeros(4, dtype=torch.int32)[::2]),
+            ("cu_seqlens", torch.zeros(1, dtype=torch.int32).expand(2)),
         ):
             with pytest.raises(ValueError, match="Mis"):
                 call(**{name: x})
@@ -387,6 +404,129 @@ class TestTheProcessorInTheGpusPlace:
         found = verify(tmp_path / "out", opening=lambda target, operator: processor())
         problems = {finding.name: finding.problem for finding in found.findings}
         assert "not understood: KeyError('ghost')" in problems["good"]
+
+    @pytest.mark.parametrize(
+        ("says", "shown"),
+        [
+            (None, "says nothing of compute-sanitizer"),
+            ({"found": {}, "absent": "not \x1b[2Jhere"}, r"was not run at export: 'not \x1b[2Jhere'"),
+            ({"found": {}}, "was not run at export: 'nobody says why'"),
+            ({"found": {"memcheck": ""}}, "compute-sanitizer at export: memcheck found nothing"),
+        ],
+    )
+    def test_what_a_manifest_says_of_the_sanitizer_is_shown(
+        self,
+        pareto: Path,
+        tmp_path: Path,
+        processor: Callable[[], CudaWorkbench],
+        says: dict[str, Any] | None,
+        shown: str,
+    ) -> None:
+        found = saying(pareto, tmp_path, says, processor)
+        assert not found.problem
+        assert shown in found.line
+        assert shown in found.sanitizer
+
+    def test_a_complaint_in_its_own_manifest_fails_a_kernel(
+        self, pareto: Path, tmp_path: Path, processor: Callable[[], CudaWorkbench]
+    ) -> None:
+        found = saying(pareto, tmp_path, {"found": {"memcheck": "", "racecheck": "a \x1bhazard"}}, processor)
+        assert found.problem == r"its own manifest says: compute-sanitizer's racecheck found 'a \x1bhazard'"
+
+
+def saying(
+    pareto: Path, folder: Path, says: dict[str, Any] | None, processor: Callable[[], CudaWorkbench]
+) -> Finding:
+    """Of the good kernel, in whose manifest this stands of the sanitizer; without the gate, to be quick."""
+    shutil.copytree(pareto, folder / "out")
+    own = folder / "out" / "kernels" / "good" / "manifest.json"
+    evidence = json.loads(own.read_text())["evidence"]
+    exports.reseal(folder / "out", evidence=evidence | {"sanitizer": says})
+    bench = replace(processor(), unable=Unable(run="no GPU"))
+    findings = verify(folder / "out", opening=lambda target, operator: bench).findings
+    return next(finding for finding in findings if finding.name == "good")
+
+
+class ByHand:
+    """A judge that confirms whatever it is given, and has this to say of it under the sanitizer."""
+
+    gpu = Gpu("NVIDIA H200", "GPU-0", 0)
+
+    def __init__(self, folder: Path, watched: Sanitized | Failed) -> None:
+        self.path, self.watched = folder / "object", watched
+        self.path.write_bytes(b"object")
+
+    def __call__(self, setup: Setup, cache: Path | None = None) -> "ByHand":
+        self.setup = setup
+        return self
+
+    def confirm(self, candidate: Candidate, blocks: int) -> Confirmation:
+        setup = self.setup
+        artifact = Artifact("0" * 64, self.path, "kda_forward", "sm_90a", "by hand", Resources({}), 1.0)
+        measured = tuple(Measurement(w.name, w.group, (50.0,) * 3, (100.0,) * 3) for w in setup.workloads)
+        timed, naive = Timed(measured, 0.4, 12.0), {w.name: 1e6 for w in setup.workloads}
+        artifacts = dict.fromkeys(setup.specializations, artifact)
+        return Confirmation(artifacts, GateReport("full", ()), (timed,) * blocks, (naive,) * blocks)
+
+    def sanitize(self, candidate: Candidate) -> Sanitized | Failed:
+        return self.watched
+
+    def library(self, artifact: Artifact) -> bytes:
+        return b"library"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def exported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, watched: Sanitized | Failed
+) -> tuple[Exporting, str]:
+    """With what was said."""
+    said: list[str] = []
+    monkeypatch.setattr(devices, "sm_90a", ByHand(folder, watched))
+    monkeypatch.setattr(device, "described", lambda uuid: H200)
+    monkeypatch.setattr(CudaLinker, "version", "GNU ld by hand")
+    setup = setup_of(folder)
+    done = export(Job(setup, judged(setup), folder / "pareto", blocks=6, say=said.append))
+    return done, "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    ("watched", "reason"),
+    [
+        (
+            Sanitized({"memcheck": "", "racecheck": "Race reported"}),
+            "compute-sanitizer's racecheck found 'Race reported'",
+        ),
+        (Failed(Failure.BUILD_ERROR, Stage.BUILD, "no room"), "build_error at build: no room"),
+    ],
+)
+def test_whom_the_sanitizer_complains_of_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Sanitized | Failed, reason: str
+) -> None:
+    done, said = exported(tmp_path, monkeypatch, watched)
+    assert done.exported == ()
+    assert [(k.id, k.reason) for k in done.left_out] == [("b00-0000", reason)]
+    assert said == f"1/1 b00-0000 left out: {reason}"
+    index = json.loads((done.out / "manifest.json").read_text())
+    assert index["left_out"][0]["reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("watched", "line"),
+    [
+        (WATCHED, "compute-sanitizer at export: memcheck, racecheck, synccheck found nothing"),
+        (Sanitized(absent="not installed"), "compute-sanitizer was not run at export: 'not installed'"),
+    ],
+)
+def test_what_the_sanitizer_said_is_part_of_the_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Sanitized, line: str
+) -> None:
+    done, said = exported(tmp_path, monkeypatch, watched)
+    manifest = json.loads((done.out / "kernels" / "b00-0000" / "manifest.json").read_text())
+    expected = {"found": dict(watched.found), "absent": watched.absent}
+    assert manifest["evidence"]["sanitizer"] == expected
+    assert said.endswith(f"; {line}")
 
 
 def section(data: bytes, name: str) -> int:
