@@ -141,7 +141,8 @@ def load(directory: Path) -> History:
 
 
 def fold(records: Sequence[Record], before_step: int | None = None, in_flight: int | None = None) -> History:
-    """The state that the records tell, or told at the beginning of a step, another one being in flight.
+    """The state that the records tell, or told at the beginning of a step, another one being in flight: its
+    results are left out, and the contests and confirmations that followed them.
 
     Raises StudyError when the first record is not the study's.
     """
@@ -159,7 +160,7 @@ def fold(records: Sequence[Record], before_step: int | None = None, in_flight: i
         step = getattr(record, "step", None)
         if before_step is not None and step is not None and step >= before_step:
             continue
-        if isinstance(record, Judged) and record.step == in_flight:
+        if isinstance(record, Judged | Contest | Confirmation) and record.step == in_flight:
             continue
         steps = max(steps, step + 1) if step is not None else steps
         match record:

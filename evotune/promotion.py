@@ -7,8 +7,9 @@ champion before it, the first of which is the template's default; the probabilit
 challenger which is no faster is at most `alpha`, over all its tests and groups together (`sequential.level`).
 What is published of a champion is measured afterwards, against the default, on data that chose nothing.
 
-Nothing here feeds back into the search: which candidates are tried is decided by screening alone, so that a
-study finds the same candidates whatever its promotions cost.
+Which candidates are tried is decided by screening alone, so that a study asks for the same ones whatever its
+promotions cost. One thing is fed back: who was found wrong sets no bar any more that others are timed
+against.
 """
 
 import math
@@ -211,8 +212,8 @@ def spent(history: History) -> float:
 def bars(history: History) -> Bars:
     """What a candidate must come near on each workload to be timed in full: see `racing`."""
     found: dict[str, float] = {}
+    passed = [entry.passed for entry in standing(history) if entry.passed]
     for group in _groups(history):
-        passed = [entry.passed for entry in history.judged if entry.passed]
         best = max(passed, key=lambda candidate: screened(candidate, group))
         found |= {m.workload: m.speedup for m in best.measurements if m.group == group}
     return found
@@ -241,7 +242,8 @@ def _challenger(
     champion twice."""
     champion = history.entries[title.champion].passed
     assert champion is not None  # only what passed was ever a challenger, and the default must
-    barred = out | {title.champion}
+    # The default was beaten by the first champion, also where that is out since: to beat it is no gain.
+    barred = out | {title.champion, BASELINE}
     for contest in title.contests:
         winner, loser = contest.challenger, contest.champion
         if not contest.promoted:

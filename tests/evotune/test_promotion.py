@@ -65,6 +65,13 @@ def history(
     candidates: Sequence[Sequence[Measurement]], *held: Contest | Confirmation, seconds: float = 1.0
 ) -> History:
     """A study whose candidates, the default first, were measured so and took so long; `held` at its end."""
+    records = records_of(candidates, seconds)
+    ends_s = np.cumsum([seconds * len(candidates), *(record.seconds for record in held)])[1:]
+    records += [replace(record, elapsed_s=float(end_s)) for record, end_s in zip(held, ends_s, strict=True)]
+    return fold(records)
+
+
+def records_of(candidates: Sequence[Sequence[Measurement]], seconds: float = 1.0) -> list[Record]:
     records: list[Record] = [
         StudyBegun({}, "", (Column("speedup:long", "x", maximize=True),), {}),
         BranchAdded(-1, "b00", "source", None, "seed", ""),
@@ -74,9 +81,7 @@ def history(
         passed = Passed("screen", 0.5, tuple(measurements), 1.0, tuple(values), {})
         records.append(Asked(i, i, i, "b00", {}, "tune"))
         records.append(Judged(i, i, i, passed, {"time": seconds}, {}, seconds * (i + 1)))
-    ends_s = np.cumsum([seconds * len(candidates), *(record.seconds for record in held)])[1:]
-    records += [replace(record, elapsed_s=float(end_s)) for record, end_s in zip(held, ends_s, strict=True)]
-    return fold(records)
+    return records
 
 
 def steady(*speedups: float) -> list[list[Measurement]]:
@@ -278,6 +283,30 @@ def test_bars_are_what_the_groups_best_reached_on_each_workload() -> None:
     state = history([pair(1.0, 1.0), pair(2.0, 0.9), pair(1.2, 1.6)])
     assert bars(state) == {"long 1": 1.2, "long 2": 1.6, "short 1": 1.0}
     assert bars(history([])) == {}
+
+
+def test_who_was_found_wrong_sets_no_bar() -> None:
+    candidates = steady(10.0, 1.2)
+    assert bars(history(candidates)) == {"long 1": 10.0}
+    assert bars(history(candidates, contest(1, BASELINE, failed=WRONG))) == {"long 1": 1.2}
+    won = contest(1, BASELINE, promoted=True)
+    assert bars(history(candidates, won, confirmation(1, failed=WRONG))) == {"long 1": 1.2}
+
+
+def test_a_step_asked_ahead_is_timed_against_the_same_bars_after_an_interruption() -> None:
+    """The contest that follows the step in flight was not held yet when the next one was asked for."""
+    records = [*records_of(steady(10.0, 1.2)), replace(contest(1, BASELINE, failed=WRONG), step=2)]
+    told = [fold(known, before_step=3, in_flight=2) for known in (records[:-1], records)]
+    assert bars(told[0]) == bars(told[1]) == {"long 1": 10.0}
+    assert bars(fold(records, before_step=4, in_flight=3)) == {"long 1": 1.2}
+
+
+def test_the_default_never_challenges() -> None:
+    """Not even where only a champion that is out since had beaten it."""
+    crowned = contest(1, BASELINE, promoted=True), contest(2, 1, promoted=True)
+    state = history(steady(1.02, 0.99), *crowned, confirmation(1, failed=WRONG))
+    assert champion(state) == 2
+    assert challengers(state) == []
 
 
 def test_what_is_published_comes_from_confirmation_alone() -> None:
