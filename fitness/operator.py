@@ -4,9 +4,9 @@ The study, the gate's machinery and the judge know these protocols and nothing o
 implements them without importing this module; a small RMSNorm operator in the tests does too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +189,40 @@ class Operator(Protocol):
 
     def floor_us(self, workload: Any, bytes_per_us: float) -> float:
         """Physical floor: bytes that must move over the device's bandwidth."""
+        ...
+
+
+@runtime_checkable
+class Shrinks(Protocol):
+    """What an operator may have beside `Operator`: how its failures become small enough to understand."""
+
+    def smaller(self, workload: Any) -> Generator[Any, bool, None]:
+        """Ever smaller workloads, hashable; sent for each whether the failure shows there too.
+
+        The last one that failed is the smallest. One may be asked about twice.
+        """
+        ...
+
+    def table(self, workload: Any) -> Mapping[str, Any]:
+        """The workload as a `[[workload]]` table of study.toml has it."""
+        ...
+
+
+@runtime_checkable
+class ShrinkingLaw(Protocol):
+    """What a law may have beside `Law`, of an operator that `Shrinks`."""
+
+    @property
+    def drawn(self) -> Sequence[Workload]:
+        """The workloads that `check` has asked about so far."""
+        ...
+
+    def on(self, workload: Any) -> Law:
+        """The same law, on problems of this workload alone."""
+        ...
+
+    def smaller(self, workload: Any) -> Generator[Any, bool, None]:
+        """As `Shrinks.smaller`, of workloads that the law speaks of."""
         ...
 
 

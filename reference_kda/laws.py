@@ -5,9 +5,9 @@ each answer may be off by its bound, their difference may be off by both. Bounds
 draws a few random shapes, solves them once, and gives them out in fresh numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from evotune.reference_kda.case import KdaCase, KdaDiscrepancy, Question, case_o
 from evotune.reference_kda.namespace import Array
 from evotune.reference_kda.problem import activate
 from evotune.reference_kda.regimes import LOGIT_LIMIT
+from evotune.reference_kda.smaller import Asked, smaller
 from evotune.reference_kda.symmetry import Symmetry
 from evotune.reference_kda.tolerance import ROWS, Real
 from evotune.reference_kda.workload import Workload
@@ -30,13 +31,22 @@ LONGEST = {"screen": 48, "full": 150}
 class Bank:
     """Solved cases of random shapes for one specialization, solved when first asked for.
 
-    `base` fixes dims, dtype and contract; lengths, heads and regime are drawn.
+    `base` fixes dims, dtype and contract; lengths, heads and regime are drawn, unless it is `whole`.
     """
 
     base: Workload
     shapes: int
     longest: int
     _solved: dict[tuple[str, int], tuple[KdaCase, ...]] = field(default_factory=dict)
+    whole: bool = False
+
+    def on(self, workload: Workload) -> "Bank":
+        """A bank of this very workload alone."""
+        return Bank(workload, 1, self.longest, whole=True)
+
+    def drawn(self, law: str) -> tuple[Workload, ...]:
+        """What `draw` gave this law until now, or may give again."""
+        return tuple(cases[0].workload for (of, _), cases in self._solved.items() if of == law)
 
     def draw(
         self, law: str, regimes: tuple[str, ...], rng: Rng, related: "Related | None" = None
@@ -53,6 +63,8 @@ class Bank:
         return tuple(case.transformed(symmetry) for case in cases)
 
     def _shape(self, regimes: tuple[str, ...], rng: Rng) -> Workload:
+        if self.whole:
+            return self.base
         heads, group = int(rng.integers(1, 3)), int(rng.integers(1, 3))
         lengths = (int(rng.integers(2, self.longest)), int(rng.integers(0, 20)), int(rng.integers(1, 20)))
         return replace(
@@ -75,14 +87,37 @@ def laws_of(base: Workload, level: str) -> tuple["KdaLaw", ...]:
 
 
 @dataclass(frozen=True)
-class Split:
+class _Law:
+    """What the laws share: a bank's problems, under the law's `key`, in its `regimes`, the plainest first."""
+
+    key: ClassVar[str]
+    regimes: ClassVar[tuple[str, ...]]
+    bank: Bank
+
+    @property
+    def drawn(self) -> tuple[Workload, ...]:
+        """The workloads that `check` has asked about."""
+        return self.bank.drawn(self.key)
+
+    def on(self, workload: Workload) -> Self:
+        """The same law, on problems of this workload alone."""
+        return replace(self, bank=self.bank.on(workload))
+
+    def smaller(self, workload: Workload) -> Asked:
+        """As `smaller.smaller`, of problems that the law speaks of: those bring a state and want one."""
+        return smaller(workload, self.regimes, states=False)
+
+
+@dataclass(frozen=True)
+class Split(_Law):
     """Cutting every sequence anywhere and carrying the state changes nothing."""
 
-    bank: Bank
+    key = "split"
+    regimes = ("mixed", "weak", "correlated_keys")
     name: str = "splitting a sequence and carrying the state changes nothing"
 
     def check(self, call: Call, rng: Rng) -> KdaDiscrepancy:
-        (whole,) = self.bank.draw("split", ("mixed", "weak", "correlated_keys"), rng)
+        (whole,) = self.bank.draw(self.key, self.regimes, rng)
         cu = whole.workload.cu_seqlens
         cuts = [int(rng.integers(a, b + 1)) for a, b in zip(cu[:-1], cu[1:], strict=True)]
         before = [np.arange(a, c) for a, c in zip(cu[:-1], cuts, strict=True)]
@@ -93,22 +128,24 @@ class Split:
         joined = np.empty_like(expected["o"])
         joined[np.concatenate(before)], joined[np.concatenate(after)] = first["o"], second["o"]
         found = {"o": joined, "final_state": second["final_state"]}
-        return difference(found, expected, (whole, whole))
+        told = difference(found, expected, (whole, whole))
+        return replace(told, detail=f"{told.detail}; cut after {_listed(map(len, before))} tokens")
 
 
 @dataclass(frozen=True)
-class Linearity:
+class Linearity(_Law):
     """With q, k, g, beta fixed, outputs are linear in (v, initial state).
 
     Each token's v is shared between two questions as 1 + 0, 0 + 1, 2 − 1 or −1 + 2 times itself, the state as
     2 − 1: the shares add up without rounding, and neither a clipped nor a bent v passes.
     """
 
-    bank: Bank
+    key = "linearity"
+    regimes = ("mixed", "weak", "strong")
     name: str = "outputs are linear in v and the initial state"
 
     def check(self, call: Call, rng: Rng) -> KdaDiscrepancy:
-        cases = self.bank.draw("linearity", ("mixed", "weak", "strong"), rng, self._parts)
+        cases = self.bank.draw(self.key, self.regimes, rng, self._parts)
         both, one, other = (call(case) for case in cases)
         total = {name: _double(one[name]) + _double(other[name]) for name in ("o", "final_state")}
         return difference(total, both, cases)
@@ -128,14 +165,15 @@ class Linearity:
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(_Law):
     """Permuting heads permutes outputs."""
 
-    bank: Bank
+    key = "heads"
+    regimes = ("mixed", "strong")
     name: str = "permuting heads permutes outputs"
 
     def check(self, call: Call, rng: Rng) -> KdaDiscrepancy:
-        (case,) = self.bank.draw("heads", ("mixed", "strong"), rng)
+        (case,) = self.bank.draw(self.key, self.regimes, rng)
         w = case.workload
         permutation = Symmetry.of_heads(w.heads, w.value_heads, w.K, w.V, rng)
         permuted = case.transformed(permutation)
@@ -148,7 +186,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Causality:
+class Causality(_Law):
     """The future never changes the past.
 
     Not bitwise: a form that anchors a chunk's decays in its middle is allowed, and rounds the past
@@ -156,11 +194,12 @@ class Causality:
     that the bound knows such rounding.
     """
 
-    bank: Bank
+    key = "causality"
+    regimes = ("strong", "alternating", "saturated")
     name: str = "the future never changes the past"
 
     def check(self, call: Call, rng: Rng) -> KdaDiscrepancy:
-        (case,) = self.bank.draw("causality", ("strong", "alternating", "saturated"), rng)
+        (case,) = self.bank.draw(self.key, self.regimes, rng)
         cu = case.workload.cu_seqlens
         future = np.zeros(case.workload.tokens, bool)
         for start, stop in zip(cu[:-1], cu[1:], strict=True):
@@ -193,14 +232,15 @@ def _other_future(
 
 
 @dataclass(frozen=True)
-class PureDecay:
+class PureDecay(_Law):
     """With beta = 0 nothing is written: S_t = exp(g_1 + … + g_t) S_0, o_t = scale S_tᵀ q_t."""
 
-    bank: Bank
+    key = "decay"
+    regimes = ("beta_zero",)
     name: str = "beta = 0 is pure decay"
 
     def check(self, call: Call, rng: Rng) -> KdaDiscrepancy:
-        (case,) = self.bank.draw("decay", ("beta_zero",), rng)
+        (case,) = self.bank.draw(self.key, self.regimes, rng)
         return difference(call(case), pure_decay(case), (case,))
 
 
@@ -249,32 +289,57 @@ def difference(
     allowed = sum((_allowed_output(case) for case in bounds[1:]), _allowed_output(bounds[0]))
     output = _worst_row(found["o"], expected["o"], allowed, np.arange(len(allowed)))
     limits = sum((_allowed_state(case) for case in bounds[1:]), _allowed_state(bounds[0]))
-    ratios = _ratios(found["final_state"], expected["final_state"], limits)
-    n, head, row = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
-    where = f"final_state, sequence {n}, value head {head}, V row {row}"
-    state = KdaDiscrepancy(float(ratios[n, head, row]), f"{where}: {_times(ratios[n, head, row])}")
-    return max(output, state, key=lambda d: d.ratio)
+    gap = _Gap.between(found["final_state"], expected["final_state"], limits)
+    n, head, row = gap.place
+    state = KdaDiscrepancy(
+        gap.ratio, f"final_state, sequence {n}, value head {head}, V row {row}: {gap.text}"
+    )
+    worst, other = sorted((output, state), key=lambda d: d.ratio, reverse=True)
+    return replace(worst, detail=f"{worst.detail}; {other.detail}") if other.ratio > 1 else worst
 
 
 def _worst_row(found: Array, expected: Array, allowed: Real, rows: Array) -> KdaDiscrepancy:
     """Over [T, HV, V], in the given rows; `allowed` [T, HV]."""
     if not len(rows):
         return KdaDiscrepancy(0.0, "o: nothing to compare")
-    ratios = _ratios(found[rows], expected[rows], allowed[rows])
-    row, head = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
-    ratio = float(ratios[row, head])
-    return KdaDiscrepancy(ratio, f"o, token row {rows[row]}, value head {head}: {_times(ratio)}")
+    gap = _Gap.between(found[rows], expected[rows], allowed[rows])
+    row, head = gap.place
+    return KdaDiscrepancy(gap.ratio, f"o, token row {rows[row]}, value head {head}: {gap.text}")
 
 
-def _times(ratio: float) -> str:
-    return "not finite" if np.isinf(ratio) else f"answers differ by {ratio:.3g} of what their bounds allow"
+@dataclass(frozen=True)
+class _Gap:
+    """The worst place of two answers: largest difference along the last axis beside what is allowed there."""
+
+    place: tuple[int, ...]
+    apart: float
+    allowed: float
+
+    @classmethod
+    def between(cls, found: Array, expected: Array, allowed: Real) -> Self:
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(_double(found) - _double(expected)).max(-1)
+        apart = np.where(np.isfinite(apart), apart, np.inf)
+        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart / allowed)), apart.shape))
+        return cls(place, float(apart[place]), float(allowed[place]))
+
+    @property
+    def ratio(self) -> float:
+        """Inf where not finite."""
+        return self.apart / self.allowed
+
+    @property
+    def text(self) -> str:
+        if np.isinf(self.apart):
+            return "not finite"
+        return (
+            f"answers differ by {self.apart:.3g}, their bounds allow {self.allowed:.3g} "
+            f"({self.ratio:.3g} of it)"
+        )
 
 
-def _ratios(found: Array, expected: Array, allowed: Real) -> Real:
-    """Largest difference along the last axis over `allowed`; inf where not finite."""
-    with np.errstate(invalid="ignore"):
-        ratios = np.abs(_double(found) - _double(expected)).max(-1) / allowed
-    return np.where(np.isfinite(ratios), ratios, np.inf)
+def _listed(counts: Iterable[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def _double(x: Array) -> Real:

@@ -15,6 +15,7 @@ from evotune.reference_kda.gate_cases import KdaGateCase, gate_cases, hostile
 from evotune.reference_kda.laws import KdaLaw, laws_of
 from evotune.reference_kda.namespace import DTYPES
 from evotune.reference_kda.problem import activate
+from evotune.reference_kda.smaller import Asked, smaller
 from evotune.reference_kda.spread import KdaSpread, pool_of
 from evotune.reference_kda.workload import Workload, draw_inputs, parse_workload
 
@@ -92,6 +93,12 @@ class KdaOperator:
 
     def laws(self, spec: Spec, level: Level) -> tuple[KdaLaw, ...]:
         return _laws(_base(spec), level)
+
+    def smaller(self, workload: Workload) -> Asked:
+        return smaller(workload)
+
+    def table(self, workload: Workload) -> dict[str, Any]:
+        return workload.table
 
     def solve(self, workload: Workload, seed: int) -> KdaCase:
         return solve(workload, seed)

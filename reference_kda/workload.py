@@ -69,6 +69,13 @@ class Workload:
     def cu_seqlens(self) -> tuple[int, ...]:
         return (0, *(int(c) for c in np.cumsum(self.lengths, dtype=np.int64)))
 
+    @property
+    def table(self) -> dict[str, Any]:
+        """As a `[[workload]]` table has it; `slack` and `offset`, which none may have, where not 0."""
+        known = {key: getattr(self, key) for key in KEYS if key not in ("group", "batch", "length")}
+        own = {key: value for key in ("slack", "offset") if (value := getattr(self, key))}
+        return known | own
+
 
 def draw_inputs(workload: Workload, seed: int) -> dict[str, Array | None]:
     """Kernel arguments by name in their C types, deterministic in (workload, seed).

@@ -1,5 +1,6 @@
 """The laws on generated shapes, regimes and contracts, and how a failure shrinks to what can be read."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from evotune.reference_kda import REGIMES, KdaCase, Workload, solve
 from evotune.reference_kda.laws import Bank, Causality, Heads, KdaLaw, Linearity, PureDecay, Split
+from evotune.reference_kda.smaller import Asked, smaller
 from tests.reference_kda.kernels import MUTANTS, ChunkLoop, Kernel, TokenLoop, answer, in_form, ratio
 
 QUICK = settings(
@@ -107,3 +109,70 @@ def test_a_law_broken_by_one_kernel_names_the_place() -> None:
     late = law_on("split", case, rng).check(lambda q: answer(ChunkLoop(final_one_early=True), q), rng)
     assert late.ratio > 1
     assert late.detail.startswith(("o, token row", "final_state, sequence 0"))
+
+
+def smallest(law: KdaLaw, workload: Workload, kernel: Kernel) -> Workload:
+    """What is left of a workload on which a kernel breaks a law, if any of six checks shows it."""
+    rng = np.random.default_rng(0)
+
+    def broken(w: Workload) -> bool:
+        there = law.on(w)
+        return any(there.check(lambda q: answer(kernel, q), rng).ratio > 1 for _ in range(6))
+
+    assert broken(workload)
+    return _left(law.smaller(workload), broken, workload)
+
+
+def _left(asked: Asked, fails: Callable[[Workload], bool], left: Workload) -> Workload:
+    try:
+        tried = next(asked)
+        while True:
+            failed = fails(tried)
+            left = tried if failed else left
+            tried = asked.send(failed)
+    except StopIteration:
+        return left
+
+
+@pytest.mark.parametrize(
+    ("law", "mutant", "left"),
+    [
+        (Split, "initial state ignored", {"lengths": (1,), "heads": 1, "value_heads": 1, "regime": "mixed"}),
+        (Heads, "every head gated as the first", {"lengths": (1,), "heads": 1, "value_heads": 2}),
+        (PureDecay, "gate of the token before", {"lengths": (2,), "heads": 1, "regime": "beta_zero"}),
+    ],
+)
+def test_a_broken_law_shrinks_to_what_it_needs(
+    law: type[KdaLaw], mutant: str, left: dict[str, object]
+) -> None:
+    start = Workload(
+        "start", "", (17, 0, 6), 2, 4, K=16, V=16, regime=str(law.regimes[-1]), initial_state=True
+    )
+    found = smallest(law(Bank(start, 1, 2)), start, MUTANTS[mutant])
+    assert {key: getattr(found, key) for key in left} == left
+    assert (found.initial_state, found.final_state) == (True, True)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 17, 40, 300])
+def test_every_threshold_is_found(longest: int) -> None:
+    """An error that begins at any length is pinned to it, in few questions."""
+    start = Workload("start", "", (500, 3, 0), heads=3, value_heads=6, regime="zero", initial_state=True)
+    asked: list[Workload] = []
+
+    def fails(w: Workload) -> bool:
+        asked.append(w)
+        return max(w.lengths) >= longest
+
+    left = _left(smaller(start), fails, start)
+    assert (left.lengths, left.heads, left.value_heads, left.regime) == ((longest,), 1, 1, "ones")
+    assert len(set(asked)) <= 30
+
+
+def test_a_law_tells_what_it_was_broken_on() -> None:
+    rng = np.random.default_rng(0)
+    law = Split(Bank(Workload("base", "", (), K=16, V=16), 2, 8))
+    assert law.drawn == ()
+    for _ in range(8):
+        law.check(lambda q: answer(TokenLoop(), q), rng)
+    assert len(law.drawn) == 2
+    assert {len(w.lengths) for w in law.drawn} == {3}
