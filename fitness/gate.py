@@ -374,21 +374,11 @@ class _Judgement:
     def _against_truth(self, stage: Stage, index: int, entry: GateEntry) -> CaseResult:
         name = self._name(index, entry.name)
         case = self.gate.cases.fresh(entry.workload, self.rng)
-        try:
-            called = self._call(index, case, name)
-        except Fault as fault:
-            return CaseResult(stage, name, math.inf, fault.failure, fault.detail)
-        return compared(stage, name, case, called)
+        return against_truth(stage, name, case, lambda case: self._call(index, case, name))
 
     def _law(self, index: int, law: Law) -> CaseResult:
         name = self._name(index, law.name)
-        try:
-            worst = law.check(lambda case: self._call(index, case, name).outputs, self.rng)
-        except Fault as fault:
-            return CaseResult(Stage.LAWS, name, math.inf, fault.failure, fault.detail)
-        if worst.ratio <= 1:
-            return CaseResult(Stage.LAWS, name, worst.ratio)
-        return CaseResult(Stage.LAWS, name, worst.ratio, Failure.WRONG, worst.detail)
+        return against_law(name, law, lambda case: self._call(index, case, name), self.rng)
 
     def _telling(self, index: int) -> Case:
         """A fresh case of a random rung but smoke that has something to compute, where there is one."""
@@ -403,22 +393,9 @@ class _Judgement:
         """Call A, B, A, the A behind fences: they differ in place, alignment beyond 64 bytes, and poison."""
         case, other = self._telling(index), self._telling(index)
         name = self._name(index, f"{case.name}, called twice")
-        elsewhere = GUARD * int(self.rng.integers(1, 64))
-        try:
-            once = self.session.call_fenced(index, case, 0, "end", POISON)
-            self._call(index, other, name)
-            poison = nan_word(self.rng)
-            again = self.session.call_fenced(index, case, elsewhere, "start", poison)
-            later = [self._call(index, case, name) for _ in range(self.session.runner.repeats)]
-        except Fault as fault:
-            return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault))
-        self.breaches += [(name, called.breach) for called in (once, again) if called.breach is not None]
-        repeated = ((again, poison), *((called, POISON) for called in later))
-        for called, word in repeated:
-            differs = changed_bits(once.outputs, called.outputs, (POISON, word))
-            if differs is not None:
-                return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs)
-        return CaseResult(Stage.INTEGRITY, name)
+        result, breaches = called_twice(self.session, index, name, (case, other), self.rng)
+        self.breaches += [(name, breach) for breach in breaches]
+        return result
 
     def _buffers(self, name: str) -> CaseResult:
         """The first breach since this was last asked."""
@@ -427,6 +404,52 @@ class _Judgement:
         name, breach = self.breaches[0]
         self.breaches.clear()
         return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.WRONG, breach)
+
+
+def against_truth(stage: Stage, name: str, case: Case, call: Callable[[Case], Called]) -> CaseResult:
+    """One call beside its solution; a fault is a result too."""
+    try:
+        called = call(case)
+    except Fault as fault:
+        return CaseResult(stage, name, math.inf, fault.failure, fault.detail)
+    return compared(stage, name, case, called)
+
+
+def against_law(name: str, law: Law, call: Callable[[Case], Called], rng: np.random.Generator) -> CaseResult:
+    """One check of a law; a fault is a result too."""
+    try:
+        worst = law.check(lambda case: call(case).outputs, rng)
+    except Fault as fault:
+        return CaseResult(Stage.LAWS, name, math.inf, fault.failure, fault.detail)
+    if worst.ratio <= 1:
+        return CaseResult(Stage.LAWS, name, worst.ratio)
+    return CaseResult(Stage.LAWS, name, worst.ratio, Failure.WRONG, worst.detail)
+
+
+def called_twice(
+    session: Session[Any], index: int, name: str, cases: tuple[Case, Case], rng: np.random.Generator
+) -> tuple[CaseResult, list[str]]:
+    """Call A, B, A, the A behind fences: they differ in place, alignment beyond 64 bytes, and poison.
+
+    Also gives what was breached in any of the calls.
+    """
+    case, other = cases
+    elsewhere = GUARD * int(rng.integers(1, 64))
+    try:
+        once = session.call_fenced(index, case, 0, "end", POISON)
+        between = session.call(index, other)
+        poison = nan_word(rng)
+        again = session.call_fenced(index, case, elsewhere, "start", poison)
+        later = [session.call(index, case) for _ in range(session.runner.repeats)]
+    except Fault as fault:
+        return CaseResult(Stage.INTEGRITY, name, math.inf, fault.failure, _fenced(fault)), []
+    breaches = [c.breach for c in (once, between, again, *later) if c.breach is not None]
+    repeated = ((again, poison), *((called, POISON) for called in later))
+    for called, word in repeated:
+        differs = changed_bits(once.outputs, called.outputs, (POISON, word))
+        if differs is not None:
+            return CaseResult(Stage.INTEGRITY, name, math.inf, Failure.UNSTABLE, differs), breaches
+    return CaseResult(Stage.INTEGRITY, name), breaches
 
 
 def compared(stage: Stage, name: str, case: Case, called: Called) -> CaseResult:
