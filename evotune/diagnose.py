@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from evotune.errors import StudyError
-from evotune.fitness.gate import GateReport
+from evotune.fitness.gate import Gate, GateReport
 from evotune.fitness.operator import Array, Case
 from evotune.fitness.outcome import RUNGS, Failed, Stage
 from evotune.fitness.runner import Fault
@@ -137,6 +137,7 @@ def candidate_of(setup: Setup, history: History, entry: Entry, source: Path | No
 def diagnose(setup: Setup, candidate: Candidate, bench: Workbench | None = None) -> Diagnosis:
     """Judge a candidate with the full gate to its end and look closer at the first wrong case.
 
+    The gate is the one before a promotion: it knows what the study times. Of the bench its own is not used.
     Raises StudyError when the template is not for the host, SandboxError when nothing can be judged here.
     """
     if setup.template.target != "host":
@@ -151,13 +152,14 @@ def diagnose(setup: Setup, candidate: Candidate, bench: Workbench | None = None)
     libraries = _build(setup, candidate, bench, debug=False)
     if isinstance(libraries, Failed):
         return Diagnosis((), libraries, log=libraries.log)
+    gate = Gate(setup.operator, setup.workloads)
     with bench.session(libraries, setup.operator.entry) as session:
-        report = bench.gate.judge(session, setup.specializations, "full", explain=True)
+        report = gate.judge(session, setup.specializations, "full", explain=True)
     found = _summary(report)
-    wrong = _wrong_cases(setup, report)
+    wrong = _wrong_cases(gate, setup.specializations, report)
     if not wrong or setup.operator.name not in LENSES:
         return found
-    where, growth = _Lens(setup, candidate, bench, libraries).look(wrong)
+    where, growth = _Lens(setup, candidate, bench, gate, libraries).look(wrong)
     return replace(found, where=where, growth=growth)
 
 
@@ -195,12 +197,11 @@ class _Wrong:
     workload: Any
 
 
-def _wrong_cases(setup: Setup, report: GateReport) -> list[_Wrong]:
-    """Failed cases against the truth, in the ladder's order; a law or a call twice cannot be looked into."""
-    specs = setup.specializations
+def _wrong_cases(gate: Gate, specs: Sequence[Specialization], report: GateReport) -> list[_Wrong]:
+    """Failed cases against the truth, in the ladder's order: the lens compares with one."""
     by_name: dict[tuple[str, str], _Wrong] = {}
     for i, spec in enumerate(specs):
-        for entry in setup.operator.gate_cases(spec, "full"):
+        for entry in gate.entries(spec, "full"):
             name = entry.name if len(specs) == 1 else f"{entry.name} [{spec.label}]"
             by_name[entry.rung, name] = _Wrong(name, i, entry.workload)
     failed = (r for r in report.results if r.failure is not None)
@@ -215,6 +216,7 @@ class _Lens:
     setup: Setup
     candidate: Candidate
     bench: Workbench
+    gate: Gate
     libraries: Mapping[Specialization, bytes]
 
     def look(self, wrong: Sequence[_Wrong]) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -246,7 +248,7 @@ class _Lens:
 
     def _length(self, wrong: _Wrong) -> float:
         """Mean tokens of the case's sequences: T over N, the sizes that operators with a lens have."""
-        sizes = self.bench.gate.cases.fresh(wrong.workload, np.random.default_rng(0)).sizes
+        sizes = self.gate.cases.fresh(wrong.workload, np.random.default_rng(0)).sizes
         return sizes["T"] / max(sizes["N"], 1)
 
     def _wrong_call(self, wrong: _Wrong) -> tuple[Case, Mapping[str, Array]] | None:
@@ -254,7 +256,7 @@ class _Lens:
         rng = np.random.default_rng(0)
         with self.bench.session(self.libraries, self.setup.operator.entry) as session:
             for _ in range(_TRIES):
-                case = self.bench.gate.cases.fresh(wrong.workload, rng)
+                case = self.gate.cases.fresh(wrong.workload, rng)
                 try:
                     outputs = session.call(wrong.index, case).outputs
                 except Fault:
@@ -279,6 +281,8 @@ class _Lens:
         found = {}
         for region in template.debug_regions(self.candidate.knobs, spec, case.sizes):
             end = region.offset + 4 * int(np.prod(region.shape))
+            if end > len(workspace):  # a source of another layout, which need not keep the template's
+                return {}
             found[region.name] = workspace[region.offset : end].view(np.float32).reshape(region.shape)
         return found
 

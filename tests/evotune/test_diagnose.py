@@ -10,6 +10,7 @@ from evotune.config import parse
 from evotune.diagnose import Diagnosis, candidate_of, diagnose
 from evotune.errors import StudyError
 from evotune.fitness.outcome import Failure, Stage
+from evotune.fitness.redteam.entry import Edit, base_source
 from evotune.history import Entry, History
 from evotune.records import Asked, BranchAdded, StudyBegun
 from evotune.search_space.branch import Branch, Candidate, replace_stage, stages
@@ -98,6 +99,25 @@ def test_a_kernel_that_does_not_compile_shows_the_compiler(setup: Setup) -> None
     assert found.failed.failure is Failure.BUILD_ERROR
     assert "nothing" in found.log
     assert found.rungs == ()
+
+
+def by_hand(old: str, new: str) -> Candidate:
+    """The red team's token loop with one mistake."""
+    source = Edit(old, new).apply(base_source("token_loop"))
+    return Candidate(Branch("b01", source, "b00", "llm", "by hand"), KdaHostKnobs())
+
+
+def test_what_only_hostile_values_at_a_timed_shape_show_is_told(setup: Setup) -> None:
+    """No other case of the gate is one sequence of as many tokens as the study's."""
+    known = "N == 1 && T == 43"
+    timed = resolve(
+        parse(TABLES | {"workload": [{**TABLES["workload"][0], "length": 43}]}, "test"), setup.base
+    )
+    found = look(timed, by_hand(".scale = scale,", f".scale = {known} ? 1.01f * scale : scale,"))
+    assert found.failed is not None
+    assert (found.failed.stage, found.failed.case) == (Stage.REGIMES, "one, hostile values")
+    assert found.others == ()
+    assert "In the case 'one, hostile values' o first departs" in "\n".join(found.where)
 
 
 def test_a_file_takes_the_place_of_the_source(setup: Setup, tmp_path: Path) -> None:
