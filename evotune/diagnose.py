@@ -1,7 +1,8 @@
-"""Where a kernel goes wrong: every rung to its end, then the first wrong case under a lens.
+"""Where a kernel goes wrong: every rung to its end, then the first failure made small and under a lens.
 
-The case is run again to name the output, sequence, head, chunk and token that depart first and how the error
-moves from there; a debug build of the template, run on the same inputs, names the first stage that departs.
+Smaller and smaller problems are tried, until none smaller fails (see `shrink`). The first wrong case is run
+again to name the output, sequence, head, chunk and token that depart first and how the error moves from
+there; a debug build of the template, run on the same inputs, names the first stage that departs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from evotune.plugins import load
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 from evotune.setup import Setup
+from evotune.shrink import Shrinker, Smallest
 from evotune.workbench import Workbench
 
 # Functions (case, outputs, intermediates by name or None, chunk) -> an object with what
@@ -69,6 +71,8 @@ class Diagnosis:
     Attributes:
         failed: the first failure in the ladder's order; None when everything held.
         log: what the compiler said, when there was no kernel to judge.
+        smallest: the smallest problem that was found to fail as the first failure that shows again; None when
+            none does, or the operator cannot say what is smaller.
         others: the other cases that failed, as "rung: case: detail".
         where: sentences on the first place that departs and its stage; empty when the lens found none.
         growth: error over bound, chunk by chunk, in the sequence and head that the end of `where` names.
@@ -77,6 +81,7 @@ class Diagnosis:
     rungs: tuple[Rung, ...]
     failed: Failed | None
     log: str = ""
+    smallest: Smallest | None = None
     others: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     growth: tuple[float, ...] = ()
@@ -94,6 +99,7 @@ class Diagnosis:
                 {"rung": r.stage.value, "cases": r.cases, "failed": r.failed, "worst": number(r.worst)}
                 for r in self.rungs
             ],
+            "smallest": None if self.smallest is None else self.smallest.as_json(),
             "others": list(self.others),
             "where": list(self.where),
             "growth": [number(ratio) for ratio in self.growth],
@@ -110,6 +116,8 @@ class Diagnosis:
             yield "It holds: nothing in the full gate departs."
             return
         yield f"First: {self.failed.told}"
+        if self.smallest is not None:
+            yield self.smallest.text
         yield from self.where
         if self.growth:
             yield f"Error over bound by chunk: {' '.join(f'{ratio:.2g}' for ratio in self.growth)}"
@@ -155,7 +163,8 @@ def diagnose(setup: Setup, candidate: Candidate, bench: Workbench | None = None)
     gate = Gate(setup.operator, setup.workloads)
     with bench.session(libraries, setup.operator.entry) as session:
         report = gate.judge(session, setup.specializations, "full", explain=True)
-    found = _summary(report)
+        smallest = Shrinker(gate, session, setup.specializations).smallest(report)
+    found = replace(_summary(report), smallest=smallest)
     wrong = _wrong_cases(gate, setup.specializations, report)
     if not wrong or setup.operator.name not in LENSES:
         return found

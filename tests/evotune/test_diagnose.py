@@ -89,6 +89,9 @@ def test_a_kernel_that_crashes_is_told_by_its_signal(setup: Setup) -> None:
     assert found.failed is not None
     assert (found.failed.failure, found.failed.stage) == (Failure.FAULT, Stage.SMOKE)
     assert "SIGSEGV" in found.failed.detail
+    assert found.smallest is not None
+    assert found.smallest.workload["lengths"] == (1,)
+    assert "SIGSEGV" in found.smallest.text
     assert found.where == ()
     json.dumps(found.as_json(), allow_nan=False)
 
@@ -117,7 +120,27 @@ def test_what_only_hostile_values_at_a_timed_shape_show_is_told(setup: Setup) ->
     assert found.failed is not None
     assert (found.failed.stage, found.failed.case) == (Stage.REGIMES, "one, hostile values")
     assert found.others == ()
+    assert found.smallest is not None
+    assert found.smallest.workload["lengths"] == (43,)
     assert "In the case 'one, hostile values' o first departs" in "\n".join(found.where)
+
+
+def test_what_breaks_a_law_alone_is_shrunk_under_that_law(setup: Setup) -> None:
+    """Every case with a solution that has three sequences and a state has one of these numbers of tokens."""
+    unsolved = "N == 3 && initial_state && T != 256 && T != 115"
+    found = look(setup, by_hand(".scale = scale,", f".scale = {unsolved} ? 1.01f * scale : scale,"))
+    assert found.failed is not None
+    assert found.failed.stage is Stage.LAWS
+    assert found.smallest is not None
+    assert found.smallest.complete
+    assert sorted(found.smallest.workload["lengths"])[1:] == [1, 1]
+    assert (found.smallest.workload["heads"], found.smallest.workload["value_heads"]) == (1, 1)
+    said = next(line for line in found.lines() if line.startswith("Smallest"))
+    assert said.startswith("Smallest workload that breaks 'beta = 0 is pure decay': { name = ")
+    assert "}: o, token row " in said
+    assert "answers differ by" in said
+    told = json.loads(json.dumps(found.as_json(), allow_nan=False))["smallest"]
+    assert (told["rung"], told["failure"], told["complete"]) == ("laws", "wrong", True)
 
 
 def test_a_file_takes_the_place_of_the_source(setup: Setup, tmp_path: Path) -> None:
