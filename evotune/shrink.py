@@ -91,7 +91,12 @@ class _Question:
 
 @dataclass(frozen=True)
 class Shrinker:
-    """Shrinks failures of one candidate, whose objects `session` holds in the order of `specs`."""
+    """Shrinks failures of one candidate, whose objects `session` holds in the order of `specs`.
+
+    Attributes:
+        tries: smaller problems that are tried at most.
+        seconds: after which no other one is begun; a large one alone may take some.
+    """
 
     gate: Gate
     session: Session[Any]

@@ -29,8 +29,10 @@ def smaller(workload: Workload, regimes: tuple[str, ...] = SIMPLEST, *, states: 
     `regimes`, plainest first, are those that the failure may be shown in. With `states` false the problem
     keeps its initial and final state.
     """
-    steps: list[Callable[[Workload], Steps]] = [_no_states] if states else []
-    steps += [_fewer_sequences, _fewer_heads, partial(_plainer, regimes), _fewer_tokens, _no_slack]
+    # Heads first: what follows is solved for few of them, and a solution costs as many times one head's.
+    steps: list[Callable[[Workload], Steps]] = [_fewer_heads, _fewer_sequences]
+    steps += [_no_states] if states else []
+    steps += [partial(_plainer, regimes), _fewer_tokens, _no_slack]
     now, before = replace(workload, name=_NAME, group=_NAME), workload
     while now != before:
         before = now
