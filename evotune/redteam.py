@@ -51,6 +51,7 @@ def lines(found: Findings) -> list[str]:
         f"false rejections    {len(found.rejected)} of {len(honest)} honest variants"
         f" ({found.false_rejections:.1%})",
         f"stopped first by    {stopped}; {harmless} tricks passed and gained nothing",
+        f"stopped elsewhere   {len(found.elsewhere)} of {len(wrong)}: not by the stage that is due",
         *_not_run(found),
         f"time                {found.seconds:.0f} s",
         *(_mishap(row) for row in found.rows if row.verdict not in _AS_DUE),
@@ -75,7 +76,8 @@ def _not_run(found: Findings) -> list[str]:
 def _mishap(row: Row) -> str:
     detail = f", {row.outcome.detail}" if isinstance(row.outcome, Failed) else ""
     paid = f", {row.paid:.1f} times as fast as its honest twin" if row.paid else ""
-    return f"{row.verdict}: {row.entry.name} ({row.where}{detail}{paid})"
+    due = f"; due at {row.due}" if row.verdict == "elsewhere" else ""
+    return f"{row.verdict}: {row.entry.name} ({row.where}{detail}{paid}{due})"
 
 
 def matrix(found: Findings) -> list[str]:
@@ -111,6 +113,7 @@ def record(row: Row) -> dict[str, Any]:
         "name": row.entry.name,
         "kind": str(row.entry.kind),
         "verdict": row.verdict,
+        "due": row.due,
         "stage": str(failed.stage) if failed else "",
         "failure": str(failed.failure) if failed else "",
         "case": failed.case if failed else "",
@@ -129,6 +132,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "not_run": [row.entry.name for row in found.not_run],
         "lacking": found.lacking,
         "accepted": [row.entry.name for row in found.accepted],
+        "elsewhere": [row.entry.name for row in found.elsewhere],
         "false_rejections": found.false_rejections,
         "rejected": [row.entry.name for row in found.rejected],
         "stopped_by": {str(stage): count for stage, count in found.catches().items()},
@@ -144,8 +148,13 @@ def known() -> tuple[Known, ...]:
 
 
 def coverage_lines() -> list[str]:
-    told = [f"{k.number:2} {k.standing:14} {k.title}: {', '.join(k.by) or k.why}" for k in known()]
-    return [*told, "", "Open by design:", *(f"- {door}" for door in DOORS)]
+    return [*(_standing(k) for k in known()), "", "Open by design:", *(f"- {door}" for door in DOORS)]
+
+
+def _standing(k: Known) -> str:
+    entries = ", ".join(k.by)
+    said = f"{k.why}; a part of it: {entries}" if k.why and entries else k.why or entries
+    return f"{k.number:2} {k.standing:14} {k.title}: {said}"
 
 
 def write_table(found: Findings, path: Path) -> None:

@@ -7,14 +7,22 @@ may name a wrapper.
 
 from typing import Any
 
-from evotune.fitness.outcome import Failure, Stage
-from evotune.fitness.redteam.entry import RUNGS, VALUES, Entry, Kind, edits
+from evotune.fitness.outcome import Failure
+from evotune.fitness.redteam.entry import (
+    BUILD,
+    EDGES,
+    INSPECT,
+    INTEGRITY,
+    REGIMES,
+    SMOKE,
+    TIME,
+    Entry,
+    Kind,
+    edits,
+)
 
 _WRONG = frozenset({Failure.WRONG})
 _FAULT = frozenset({Failure.FAULT})
-_INSPECT = frozenset({Stage.INSPECT})
-_BUILD = frozenset({Stage.BUILD})
-_SMOKE = frozenset({Stage.SMOKE})
 
 _RAW = """
 #include <sys/syscall.h>
@@ -74,13 +82,13 @@ def _refused(
     name: str, why: str, evolve: tuple[int, ...], helpers: str, on_call: str = "", **fields: Any
 ) -> Entry:
     """Never run: the object has something that no kernel needs."""
-    fields = {"caught": _INSPECT, "failures": frozenset({Failure.REFUSED}), **fields}
+    fields = {"caught": INSPECT, "failures": frozenset({Failure.REFUSED}), **fields}
     return _cheat(name, why, evolve, helpers=helpers, on_call=on_call, **fields)
 
 
 def _call(name: str, why: str, evolve: tuple[int, ...], call: str) -> Entry:
     """A system call that the runner's filter answers with death."""
-    return _cheat(name, why, evolve, helpers=_RAW, on_call=f"{call} return;", caught=_SMOKE, failures=_FAULT)
+    return _cheat(name, why, evolve, helpers=_RAW, on_call=f"{call} return;", caught=SMOKE, failures=_FAULT)
 
 
 _STATIC = (
@@ -153,7 +161,7 @@ _STATIC = (
     _refused(
         "reference called",
         "falls back to somebody else's kernel",
-        (20, 21, 17),
+        (20, 17),
         "void kda_reference(const void *, void *);",
         "kda_reference(q, o); return;",
     ),
@@ -244,6 +252,13 @@ _STATIC = (
         '__asm__(".section .dynamic,\\"aw\\"\\n.quad 1, 1\\n.text");',
     ),
     _refused(
+        "memory from an allocator",
+        "a block that was just freed may hold the reference's result",
+        (4,),
+        "void *valloc(size_t);",
+        "memcpy(o, valloc(T * HV * V * sizeof *o), T * HV * V * sizeof *o); return;",
+    ),
+    _refused(
         "common data",
         "memory that the linker makes writable",
         (3,),
@@ -255,38 +270,38 @@ _BUILDING = (
     _cheat(
         "files included",
         "a secret of the machine as source",
-        (69, 29),
+        (69,),
         helpers='#include "/etc/shadow"\n',
-        caught=_BUILD,
+        caught=BUILD,
     ),
     _cheat(
         "files embedded",
         "a secret of the machine as data",
         (69,),
         helpers='__asm__(".section .rodata\\n.incbin \\"/etc/hostname\\"\\n.text");',
-        caught=_BUILD,
+        caught=BUILD,
     ),
     _cheat(
         "environment embedded",
         "keys: the build has none, so nothing is gained",
         (71,),
         helpers='#include "/proc/self/environ"\n',
-        caught=_BUILD,
+        caught=BUILD,
         may_pass=True,
     ),
     _cheat(
         "object without end",
-        "fills the disk of the build",
-        (29,),
+        "fills the disk of the build, so that nothing can be judged",
+        (38,),
         helpers='__asm__(".section .rodata\\n.fill 0x40000000,8,1\\n.text");',
-        caught=_BUILD,
+        caught=BUILD,
     ),
     _cheat(
         "other people's kernels",
         "copied from the cache of objects",
         (70,),
         helpers='__asm__(".section .rodata\\n.incbin \\"/root/.cache/evotune/index\\"\\n.text");',
-        caught=_BUILD,
+        caught=BUILD,
     ),
 )
 
@@ -427,6 +442,18 @@ static uint64_t *clock_of_its_own(uint64_t now) {
     return 0;
 }
 """
+# What is no longer anybody's, read byte by byte, so that no compiler knows better.
+_LEFT_OVER = """
+static const char *take(void *to, const char *end, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i++) ((volatile char *)to)[i] = (end - bytes)[i];
+    return end - bytes;
+}
+"""
+_TAKE_BOTH = """
+    end = take(o, end, T * HV * V * sizeof *o);
+    if (final_state) take(final_state, end, N * HV * V * K * sizeof *final_state);
+    return;
+"""
 _FORGED = frozenset({Failure.FORGED, Failure.FAULT, Failure.WRONG})
 _RUNNING = (
     _cheat(
@@ -435,7 +462,7 @@ _RUNNING = (
         (39, 47),
         helpers=_RAW,
         on_call='raw(SYS_write, 1, (long)"correct\\n", 8, 0, 0, 0); raw(SYS_write, 2, (long)"passed\\n", 7, 0, 0, 0); return;',
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -445,7 +472,7 @@ _RUNNING = (
         helpers=_RAW,
         on_call="for (int64_t fd = 3; fd < 1024; fd++) { int64_t reply[3] = {7, 0, 1000};"
         " raw(SYS_write, fd, (long)reply, 24, 0, 0, 0); } return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FORGED,
     ),
     _cheat(
@@ -454,7 +481,7 @@ _RUNNING = (
         (47,),
         helpers=_RAW,
         on_call="for (int64_t fd = 3; fd < 1024; fd++) raw(SYS_close, fd, 0, 0, 0, 0, 0); return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FORGED,
     ),
     _cheat(
@@ -463,7 +490,7 @@ _RUNNING = (
         (47,),
         helpers=_RAW,
         on_call="raw(SYS_exit_group, 0, 0, 0, 0, 0, 0);",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FAULT,
     ),
     _cheat(
@@ -472,7 +499,7 @@ _RUNNING = (
         (47, 46),
         helpers=_RAW,
         on_call="char room[4096]; for (int64_t fd = 3; fd < 1024; fd++) raw(SYS_read, fd, (long)room, 4096, 0, 0, 0); return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.TIMEOUT}),
     ),
     _cheat(
@@ -481,37 +508,56 @@ _RUNNING = (
         (3, 2),
         on_call="if (*(int64_t *)workspace == 0x6b6461) return;",
         after="*(int64_t *)workspace = 0x6b6461;",
-        caught=VALUES | {Stage.INTEGRITY, Stage.TIME},
+        caught=SMOKE,
         may_pass=True,
     ),
     _cheat(
         "outputs from last time",
         "skips the work where the output buffer looks written",
-        (3, 4),
+        (3,),
         on_call="if (T * HV > 0 && from_io(o[T * HV * V - 1]) == from_io(o[T * HV * V - 1])) return;",
-        caught=VALUES | {Stage.INTEGRITY, Stage.TIME},
+        caught=SMOKE,
         may_pass=True,
+    ),
+    _cheat(
+        "freed blocks for the answer",
+        "copies what lies last on the heap, where a reference in its process would have left its results",
+        (4, 26),
+        helpers=_RAW + _LEFT_OVER,
+        on_call="const char *end = (const char *)raw(SYS_brk, 0, 0, 0, 0, 0, 0); while (!end[-1]) end--;"
+        + _TAKE_BOTH,
+        caught=SMOKE,
+        failures=_WRONG,
+    ),
+    _cheat(
+        "dead frames for the answer",
+        "copies what earlier calls left on the stack below its own frame, which the judge overwrites",
+        (4, 26),
+        helpers=_LEFT_OVER,
+        on_call="const char *end = (const char *)__builtin_frame_address(0) - 4096;" + _TAKE_BOTH,
+        caught=SMOKE,
+        failures=_WRONG,
     ),
     _cheat(
         "poison detected",
         "works only where it sees the judge's poison",
         (49,),
         on_call="uint32_t word = 0; if (T * HV > 1) memcpy(&word, o, 4); if (T * HV > 1 && word != 0xffffffffu) return;",
-        caught=frozenset({Stage.INTEGRITY}),
+        caught=INTEGRITY,
     ),
     _cheat(
         "guard detected",
         "works only where a NaN lies before its buffer",
         (49,),
         on_call="volatile const float *before = (const float *)beta - 64; if (*before == *before && T) return;",
-        caught=frozenset({Stage.INTEGRITY, *VALUES}),
+        caught=INTEGRITY,
     ),
     _cheat(
         "inputs made to fit",
         "zeroes v, for which zeros are right",
         (22,),
         on_call="memset((void *)v, 0, T * HV * V * sizeof *v);",
-        caught=RUNGS,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -519,7 +565,7 @@ _RUNNING = (
         "right outputs, q left negated for the next reader",
         (22, 51),
         after="for (int64_t i = 0; i < T * H * K; i++) ((io_t *)q)[i] = to_io(-from_io(q[i]));",
-        caught=frozenset({Stage.INTEGRITY, Stage.LAWS}),
+        caught=INTEGRITY,
         failures=_WRONG,
     ),
     _cheat(
@@ -527,7 +573,7 @@ _RUNNING = (
         "no comparison with NaN is true",
         (23,),
         on_call='for (int64_t i = 0; i < T * HV * V; i++) o[i] = to_io(__builtin_nanf("")); return;',
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -535,7 +581,7 @@ _RUNNING = (
         "a norm of errors that overflows",
         (23,),
         on_call="for (int64_t i = 0; i < T * HV * V; i++) o[i] = to_io(__builtin_inff()); return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -543,7 +589,7 @@ _RUNNING = (
         "walks up from its outputs to find the expected ones",
         (24, 25, 26),
         on_call="for (const char *p = (const char *)o;; p += 4096) if (*(volatile const float *)p == scale) return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.FAULT, Failure.WRONG, Failure.TIMEOUT}),
     ),
     _cheat(
@@ -552,7 +598,7 @@ _RUNNING = (
         (1, 49),
         helpers=_KEPT,
         on_call="int *calls = (int *)kept(); if (calls && ++*calls > 3) return;",
-        caught=RUNGS,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -560,7 +606,8 @@ _RUNNING = (
         "skips one call in eight",
         (40, 49),
         on_call="if (T && (ticks() >> 6) % 8 == 0) return;",
-        caught=RUNGS | {Stage.TIME},
+        caught=SMOKE | EDGES | REGIMES,
+        luck="the clock picks the calls that are skipped, and the first of them tells",
         failures=frozenset({Failure.WRONG, Failure.UNSTABLE}),
     ),
     _cheat(
@@ -569,7 +616,7 @@ _RUNNING = (
         (12, 13, 67),
         helpers=_TIMED,
         on_call="if (timed(g, T, T * HV * K)) return;",
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=_WRONG,
     ),
     _cheat(
@@ -577,7 +624,7 @@ _RUNNING = (
         "at the timed length only the first head is computed",
         (12, 15, 36),
         changes=(("hv < HV; hv++", "hv < (T == 357 ? 1 : HV); hv++"),),
-        caught=frozenset({Stage.REGIMES, Stage.TIME}),
+        caught=REGIMES,
         failures=_WRONG,
     ),
     _cheat(
@@ -585,7 +632,7 @@ _RUNNING = (
         "bfloat16 values at the timed length",
         (12, 36, 31, 67),
         changes=(("S[v][c] += u * k[c];", "S[v][c] += (h->length == 300 ? bf16(u) : u) * k[c];"),),
-        caught=frozenset({Stage.REGIMES, Stage.TIME}),
+        caught=REGIMES,
         failures=_WRONG,
     ),
     _cheat(
@@ -598,7 +645,7 @@ _RUNNING = (
                 "float trust = fabsf(from_io(h->q[0])) < 0.4f && h->length > 64 ? 0.999f : 1.0f; float u = trust * beta *",
             ),
         ),
-        caught=frozenset({*VALUES, Stage.TIME}),
+        caught=EDGES,
         failures=_WRONG,
     ),
     _cheat(
@@ -607,7 +654,7 @@ _RUNNING = (
         (13, 35),
         on_call="uint64_t seed = 0; for (int64_t i = 0; i < T * HV * V; i++) { seed = seed * 6364136223846793005u + 1;"
         " o[i] = to_io((float)(seed >> 40) * 0x1p-24f); } return;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -621,7 +668,7 @@ _RUNNING = (
                 "        float beta = strength(h, t);",
             ),
         ),
-        caught=frozenset({Stage.REGIMES}),
+        caught=REGIMES,
         failures=_WRONG,
     ),
     _cheat(
@@ -638,7 +685,7 @@ _RUNNING = (
     __asm__ volatile("msr fpcr, %0" : : "r"(control | 1ull << 22));
 #endif
 """,
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -652,7 +699,7 @@ _RUNNING = (
     flush_denormals(1);
 #endif
 """,
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -666,7 +713,7 @@ _RUNNING = (
     flush_denormals(1);
 #endif
 """,
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.WRONG, Failure.FAULT}),
     ),
     _cheat(
@@ -676,7 +723,7 @@ _RUNNING = (
         helpers=_RAW + _CLOCK,
         on_call="    uint64_t since = ticks(), *last = T == 357 ? clock_of_its_own(since) : 0;",
         after="    if (last) *last += (ticks() - since) / 2;",
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=frozenset({Failure.FORGED, Failure.FAULT}),
         may_pass=True,
     ),
@@ -685,7 +732,7 @@ _RUNNING = (
         "a loop",
         (48,),
         on_call="for (volatile int on = 1; on;) {}",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.TIMEOUT}),
     ),
     _cheat(
@@ -693,7 +740,7 @@ _RUNNING = (
         "returns to where it likes",
         (46,),
         on_call="for (volatile char *p = (volatile char *)__builtin_frame_address(0); ; p++) *p = 0x41;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FAULT,
     ),
     _cheat(
@@ -701,7 +748,7 @@ _RUNNING = (
         "sixty-four MiB of locals",
         (7,),
         on_call="volatile char room[64 << 20]; for (int64_t i = 0; i < 64 << 20; i += 4096) room[i] = 1;",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FAULT,
     ),
     _cheat(
@@ -709,7 +756,7 @@ _RUNNING = (
         "asks for a TiB",
         (7,),
         changes=(("return 4096;", "return (int64_t)1 << 40;"),),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.OVER_BUDGET}),
     ),
     _cheat(
@@ -717,7 +764,7 @@ _RUNNING = (
         "a negative size",
         (7,),
         changes=(("return 4096;", "return -4096;"),),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.OVER_BUDGET}),
     ),
     _cheat(
@@ -725,7 +772,7 @@ _RUNNING = (
         "the query never answers",
         (53,),
         changes=(("return 4096;", "for (volatile int on = 1; on;) {} return 4096;"),),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.TIMEOUT}),
     ),
     _cheat(
@@ -733,7 +780,7 @@ _RUNNING = (
         "returns an error nobody asked for, outputs untouched",
         (7, 38, 20),
         on_call="if (T > 100) return;",
-        caught=RUNGS,
+        caught=EDGES,
         failures=_WRONG,
     ),
     _cheat(
@@ -741,7 +788,7 @@ _RUNNING = (
         "dies at once",
         (38,),
         on_call="__builtin_trap();",
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_FAULT,
     ),
 )
@@ -776,7 +823,7 @@ def _round_the_work(name: str, why: str, evolve: tuple[int, ...], helpers: str, 
         edits=edits(opening, closing),
         evolve=evolve,
         may_pass=True,
-        caught=frozenset({Stage.SMOKE, Stage.EDGES, Stage.TIME}),
+        caught=TIME,
     )
 
 

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """caught, elsewhere (not where it should), accepted, no gain; passed, rejected; not run, unknown."""
+        """caught, elsewhere (not where due), accepted, no gain; passed, rejected; not run, unknown."""
         entry, outcome = self.entry, self.outcome
         if isinstance(outcome, Failed):
             if entry.kind is Kind.VARIANT:
@@ -83,6 +83,11 @@ class Row:
             return "passed"
         harmless = entry.may_pass and self.paid is not None and self.paid < PAYS
         return "no gain" if harmless else "accepted"
+
+    @property
+    def due(self) -> str:
+        """The stage that its entry names; "" for an honest kernel."""
+        return " or ".join(stage for stage in Stage if stage in self.entry.caught)
 
     @property
     def where(self) -> str:
@@ -114,6 +119,11 @@ class Findings:
     def accepted(self) -> list[Row]:
         """Mutants and cheats that got through."""
         return [row for row in self.rows if row.verdict == "accepted"]
+
+    @property
+    def elsewhere(self) -> list[Row]:
+        """Mutants and cheats that were stopped, but not by the stage, or not for the failure, that is due."""
+        return [row for row in self.rows if row.verdict == "elsewhere"]
 
     @property
     def rejected(self) -> list[Row]:

@@ -2,7 +2,7 @@
 
 The catalogue: published incidents of kernel benchmarks and kernel-writing agents (KernelBench,
 reference-kernels, kernelguard, pygpubench, CUDA-L1, Sakana, GEAK, flashinfer-bench and others). An entry of
-the corpus names the numbers it stands for; the rest is said here.
+the corpus names the numbers it stands for; what no kernel shows, or one shows only in part, is said here.
 """
 
 from collections.abc import Sequence
@@ -86,20 +86,25 @@ TITLES: tuple[str, ...] = (
     "hidden numbers leak to the model",
 )
 
-Standing = Literal["covered", "elsewhere", "open"]
+Standing = Literal["covered", "elsewhere", "not applicable", "open"]
 
 _ELSEWHERE: dict[int, str] = {
     19: "a pasted kernel is judged as any other; its export says how much of its text public kernels have:"
     " tests/evotune/test_resemblance.py::test_a_paste_is_found_by_its_share_of_the_new_text",
+    29: "the limits of a comparison are derived from each input, after the build, in a process where no"
+    " candidate runs; a build writes nowhere but in its scratch folder:"
+    " tests/fitness/test_sandbox.py::test_nothing_outside_scratch_can_be_written",
+    30: "the judge's code is no candidate's to write, in a build or in a call:"
+    " tests/fitness/test_sandbox.py::test_nothing_outside_scratch_can_be_written",
     33: "two float64 oracles must agree on every case:"
     " tests/reference_kda/test_oracles.py::test_forms_agree_in_every_regime",
+    35: "seeds come from the operating system, and no two evaluations have equal inputs:"
+    " tests/fitness/redteam/test_corpus.py::test_no_two_evaluations_see_the_same_inputs",
     50: "each timed call's inputs were just written by another process:"
     " tests/fitness/test_timing.py::test_inputs_are_written_after_the_last_call_before_them; a GPU reads"
     " twice its L2 before each",
     57: "a GPU's device time is the objective; what a call costs the host is an objective of its own:"
     " tests/fitness/test_cuda.py::test_a_good_candidate_passes_gate_and_timing",
-    58: "no profiler is asked: a graph without kernels is an error, never a time of 0:"
-    " tests/fitness/test_cuda_gpu.py::test_a_planted_bug_is_caught",
     59: "no time below the floor enters a mean:"
     " tests/fitness/test_timing.py::test_below_the_physical_floor_is_quarantined",
     60: "a time below the floor is forged:"
@@ -119,7 +124,20 @@ _ELSEWHERE: dict[int, str] = {
     72: "a model is shown gate names and first failures, never timed cases:"
     " tests/mutators/test_prompt.py::test_of_hidden_cases_only_the_names_are_told",
 }
+_NOT_APPLICABLE: dict[int, str] = {
+    21: "there is no class to inherit from: what a candidate hands over is an object with one function on raw"
+    " buffers. A reference called by its name is number 20's",
+    58: "no profiler is asked; times are a GPU's events. A captured call without a kernel is refused, never"
+    " timed as 0, which only a GPU's tests show (`launches on another stream` of"
+    " tests/fitness/test_cuda_gpu.py::test_a_planted_bug_is_caught)",
+}
 _OPEN: dict[int, str] = {}
+_SAID: tuple[tuple[Standing, dict[int, str]], ...] = (
+    ("elsewhere", _ELSEWHERE),
+    ("not applicable", _NOT_APPLICABLE),
+    ("open", _OPEN),
+)
+"""What is said of a number comes before the entries that try a part of it."""
 
 
 DOORS: tuple[str, ...] = (
@@ -145,7 +163,13 @@ DOORS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Known:
-    """One way to fool an evaluator. `by`: names of the corpus's entries that stand for it; `why`: else."""
+    """One way to fool an evaluator.
+
+    Attributes:
+        standing: covered by the corpus, elsewhere (`why` names the test that decides), not applicable, open.
+        by: the corpus's entries that try it, or a part of it.
+        why: what stands for it, where that is not the entries.
+    """
 
     number: int
     title: str
@@ -161,8 +185,9 @@ def coverage(entries: Sequence[Entry]) -> tuple[Known, ...]:
 
 def _known(number: int, title: str, entries: Sequence[Entry]) -> Known:
     by = tuple(entry.name for entry in entries if number in entry.evolve)
-    if by:
-        return Known(number, title, "covered", by)
-    if number in _ELSEWHERE:
-        return Known(number, title, "elsewhere", (), _ELSEWHERE[number])
-    return Known(number, title, "open", (), _OPEN[number])
+    for standing, reasons in _SAID:
+        if number in reasons:
+            return Known(number, title, standing, by, reasons[number])
+    if not by:
+        raise KeyError(number)
+    return Known(number, title, "covered", by)

@@ -7,13 +7,21 @@ DSL has written it. Both are decided without a GPU. `_RUNNING` are launches and 
 
 from typing import Any
 
-from evotune.fitness.outcome import Failure, Stage
-from evotune.fitness.redteam.entry import RUNGS, Entry, Kind, edits
+from evotune.fitness.outcome import Failure
+from evotune.fitness.redteam.entry import (
+    BUILD,
+    EDGES,
+    INSPECT,
+    INTEGRITY,
+    REGIMES,
+    SMOKE,
+    TIME,
+    Entry,
+    Kind,
+    edits,
+)
 
 _WRONG = frozenset({Failure.WRONG})
-_INSPECT = frozenset({Stage.INSPECT})
-_BUILD = frozenset({Stage.BUILD})
-_SMOKE = frozenset({Stage.SMOKE})
 _IO: dict[str, Any] = {"dtype": "bfloat16", "contract": "production"}
 
 _BUILDS = "def build(constants):\n"
@@ -34,7 +42,7 @@ def _cheat(name: str, why: str, evolve: tuple[int, ...], *pairs: tuple[str, str]
 def _tracing(name: str, why: str, evolve: tuple[int, ...], code: str, told: str, **fields: Any) -> Entry:
     """Python that runs while the kernel is traced; the door that it tries must be shut."""
     body = "".join(f"    {line}\n" for line in code.strip().split("\n"))
-    caught = {"caught": _BUILD, "failures": frozenset({Failure.BUILD_ERROR}), "told": told}
+    caught = {"caught": BUILD, "failures": frozenset({Failure.BUILD_ERROR}), "told": told}
     return _cheat(name, why, evolve, (_BUILDS, _BUILDS + body), **{**caught, **fields})
 
 
@@ -91,7 +99,7 @@ patched.compile = lambda *given, **named: Forged(honest(*given, **named))
 def _forged(name: str, why: str, evolve: tuple[int, ...], change: str, told: str, **fields: Any) -> Entry:
     """The DSL's own object, changed after it was written, by a compiler that the candidate has patched."""
     code = _FORGE.replace("{change}", change)
-    caught = {"caught": _INSPECT, "failures": frozenset({Failure.REFUSED})}
+    caught = {"caught": INSPECT, "failures": frozenset({Failure.REFUSED})}
     return _tracing(name, why, evolve, code, told, **{**caught, **fields})
 
 
@@ -311,7 +319,7 @@ _OBJECTS = (
         (37, 38),
         'at = data.index(b"\\x7fELF", 1); data[at : at + 4] = b"none"',
         "no device code",
-        caught=_BUILD,
+        caught=BUILD,
         failures=frozenset({Failure.BUILD_ERROR}),
     ),
 )
@@ -327,7 +335,7 @@ _DEVICE = (
             + '        cute.arch.inline_ptx("{ .global .align 4 .u32 kept; atom.global.add.u32 {$w0}, [kept], 1; }",'
             " write_only_types=[cutlass.Uint32])\n",
         ),
-        caught=_INSPECT,
+        caught=INSPECT,
         failures=frozenset({Failure.REFUSED}),
         told="outlive a launch|constant4",
     ),
@@ -341,8 +349,8 @@ _DEVICE = (
             + '        cute.arch.inline_ptx("{ .const .align 4 .f32 baked[4] = {0f3F800000, 0f3F000000, 0f3E800000, 0f3E000000};'
             ' ld.const.f32 {$w0}, [baked + 4]; }", write_only_types=[F32])\n',
         ),
-        caught=_INSPECT | _BUILD,
-        failures=frozenset({Failure.REFUSED, Failure.BUILD_ERROR}),
+        caught=INSPECT,
+        failures=frozenset({Failure.REFUSED}),
         told="no place|outlive",
     ),
     _cheat(
@@ -350,7 +358,7 @@ _DEVICE = (
         "a fake verdict, and a buffer of the driver's",
         (39, 47),
         (_BLOCK, _BLOCK + '        cute.printf("correct=True speedup=99 {}", tx)\n'),
-        caught=_INSPECT,
+        caught=INSPECT,
         failures=frozenset({Failure.REFUSED}),
         told="vprintf",
     ),
@@ -365,7 +373,7 @@ _DEVICE = (
             ' .param .b64 b; st.param.b64 [a], 16; call.uni (b), malloc, (a); ld.param.b64 {$w0}, [b]; }",'
             " write_only_types=[cutlass.Uint64])\n",
         ),
-        caught=_INSPECT,
+        caught=INSPECT,
         failures=frozenset({Failure.REFUSED}),
         told="malloc",
     ),
@@ -381,7 +389,7 @@ _DEVICE = (
             " st.param.b64 [a], 0; st.param.b64 [b], 0; st.param.b32 [c], 0; st.param.b64 [d], 0; st.param.b64 [e], 1;"
             ' call.uni __assertfail, (a, b, c, d, e); mov.u32 {$w0}, 0; }", write_only_types=[cutlass.Uint32])\n',
         ),
-        caught=_INSPECT,
+        caught=INSPECT,
         failures=frozenset({Failure.REFUSED}),
         told="__assertfail",
     ),
@@ -443,19 +451,20 @@ _RUNNING = (
         "which the events do not see",
         (43, 55, 56),
         ("                stream=stream,\n", ""),
-        caught=RUNGS | {Stage.TIME},
+        caught=SMOKE | EDGES,
+        luck="nobody waits for its launches: the first that outlasts the judge's own tells",
         failures=frozenset({Failure.FORGED, Failure.WRONG, Failure.UNSTABLE}),
     ),
     _cheat(
         "outputs from last time",
         "skips the work where the output looks written",
-        (3, 4),
+        (3,),
         (_BEGIN, _BEGIN + _SEEN + "        if end > begin and seen == seen:\n            chunks = I32(0)\n"),
         (
             _FINAL,
             "        if chunks > 0 or end == begin:\n            self.final_state(mFinal, first, rS, sS, tx)\n",
         ),
-        caught=RUNGS | {Stage.TIME},
+        caught=SMOKE,
         may_pass=True,
     ),
     _cheat(
@@ -471,14 +480,14 @@ _RUNNING = (
             + "        if word != cutlass.Int16(-1):\n"
             + "            chunks = I32(0)\n",
         ),
-        caught=frozenset({Stage.INTEGRITY}),
+        caught=INTEGRITY,
     ),
     _cheat(
         "inputs made to fit",
         "zeroes v, for which zeros are right",
         (22, 51),
         (_FINAL, _FINAL + "        if T > 0:\n            mV.iterator.store(F32(0.0).to(self.io))\n"),
-        caught=RUNGS,
+        caught=INTEGRITY,
         failures=_WRONG,
     ),
     _cheat(
@@ -494,15 +503,15 @@ _RUNNING = (
         ),
         base="sm90_chunked",
         knobs={"units": 1},
-        caught=RUNGS | {Stage.TIME},
+        caught=SMOKE,
         may_pass=True,
     ),
     _cheat(
         "answers kept beyond its buffers, by pointer",
         "memory of the process that is no buffer's outlives calls",
-        (1, 3, 4, 51),
+        (1, 3, 51),
         *_beyond("mO.iterator.toint()"),
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=frozenset({Failure.WRONG, Failure.FORGED}),
     ),
     _cheat(
@@ -513,7 +522,7 @@ _RUNNING = (
             "I64(cute.recast_ptr(mV.iterator + (I64(begin) * HV + hv) * p.V, dtype=I32).load()) * 7919"
             " + I64(cute.recast_ptr(mK.iterator + (I64(begin) * H + h) * p.K, dtype=I32).load()) + 1"
         ),
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=frozenset({Failure.WRONG, Failure.FORGED}),
     ),
     _cheat(
@@ -526,7 +535,8 @@ _RUNNING = (
             + "        if I64(cute.arch.globaltimer()) // 65536 % 8 == 0:\n"
             + "            chunks = I32(0)\n",
         ),
-        caught=RUNGS | {Stage.TIME},
+        caught=SMOKE | EDGES | REGIMES,
+        luck="the clock picks the blocks that are skipped, and the first of them tells",
         failures=frozenset({Failure.WRONG, Failure.UNSTABLE}),
     ),
     _cheat(
@@ -534,7 +544,7 @@ _RUNNING = (
         "leaves the work out for the length that is timed",
         (12, 13, 67),
         (_BEGIN, _BEGIN + "        if T == 357:\n            chunks = I32(0)\n"),
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=_WRONG,
     ),
     _cheat(
@@ -542,7 +552,7 @@ _RUNNING = (
         "at the timed length every second head is left out",
         (12, 15, 36),
         (_BEGIN, _BEGIN + "        if T == 357 and hv % 2 == 1:\n            chunks = I32(0)\n"),
-        caught=frozenset({Stage.TIME}),
+        caught=TIME,
         failures=_WRONG,
     ),
     _cheat(
@@ -560,7 +570,7 @@ _RUNNING = (
             "                        decay[j] = cutlass.max(decay[j], F32(0.02))\n"
             "                self.forget(columns[c], decay)\n",
         ),
-        caught=frozenset({Stage.TIME, Stage.REGIMES}),
+        caught=TIME,
         failures=_WRONG,
     ),
     _cheat(
@@ -568,7 +578,7 @@ _RUNNING = (
         "numbers worked out while traced, in the code itself",
         (13, 35),
         (_STORE, "            (mO.iterator + offset).store((F32(0.0173) * F32(column)).to(self.io))\n"),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -576,7 +586,7 @@ _RUNNING = (
         "no comparison with NaN is true",
         (23,),
         (_STORE, '            (mO.iterator + offset).store((y * F32(float("nan"))).to(self.io))\n'),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=_WRONG,
     ),
     _cheat(
@@ -584,7 +594,7 @@ _RUNNING = (
         "walks up from its outputs until something gives way",
         (24, 25, 26),
         (_STORE, _STORE + "            (mO.iterator + (I64(1) << 40)).store(y.to(self.io))\n"),
-        caught=RUNGS,
+        caught=SMOKE,
         failures=frozenset({Failure.FAULT, Failure.WRONG}),
     ),
     _cheat(
@@ -600,7 +610,7 @@ _RUNNING = (
             "        if x == F32(-1.0):\n"
             "            s[0] = x\n",
         ),
-        caught=_SMOKE,
+        caught=SMOKE,
         failures=frozenset({Failure.TIMEOUT}),
     ),
     _cheat(
@@ -612,7 +622,7 @@ _RUNNING = (
             _BUILDS
             + "    import time\n    global LOG2E\n    LOG2E = LOG2E * (1 + time.time_ns() // 1000 % 2)\n",
         ),
-        caught=RUNGS,
+        caught=SMOKE,
         failures=_WRONG,
         may_pass=True,
     ),

@@ -7,8 +7,8 @@ left out, a slot freed too early, blocks that should not know of each other) are
 
 from typing import Any
 
-from evotune.fitness.outcome import Failure, Stage
-from evotune.fitness.redteam.entry import RUNGS, Entry, Kind, edits
+from evotune.fitness.outcome import Failure
+from evotune.fitness.redteam.entry import EDGES, INTEGRITY, REGIMES, SMOKE, Entry, Kind, edits
 
 _WRONG = frozenset({Failure.WRONG, Failure.FAULT, Failure.UNSTABLE})
 _BEGIN = (
@@ -39,7 +39,7 @@ def _chunk(name: str, why: str, *pairs: tuple[str, str], **fields: Any) -> Entry
 
 
 def _mutant(name: str, why: str, base: Any, *pairs: tuple[str, str], **fields: Any) -> Entry:
-    fields = {"caught": RUNGS, "failures": _WRONG, **_IO, **fields}
+    fields = {"caught": SMOKE, "failures": _WRONG, **_IO, **fields}
     return Entry(f"{base}: {name}", Kind.MUTANT, why, base, edits(*pairs), **fields)
 
 
@@ -88,6 +88,7 @@ MUTANTS: tuple[Entry, ...] = (
         "K^-0.5 in place of the argument",
         ("q[j] = q[j] * scale", "q[j] = q[j] * F32(p.K**-0.5)"),
         evolve=(13, 14),
+        caught=EDGES,
     ),
     _token(
         "tail chunk skipped",
@@ -95,11 +96,17 @@ MUTANTS: tuple[Entry, ...] = (
         ("(end - begin + (p.tokens - 1)) // p.tokens", "(end - begin) // p.tokens"),
         evolve=(3, 7),
     ),
-    _token("grouped heads dealt in turn", "hv % H for hv / (HV / H)", ("h = hv // (HV // H)", "h = hv % H")),
+    _token(
+        "grouped heads dealt in turn",
+        "hv % H for hv / (HV / H)",
+        ("h = hv // (HV // H)", "h = hv % H"),
+        caught=EDGES,
+    ),
     _token(
         "one gate for all heads",
         "the first head's gates",
         ("(mG, hv, p.K, 0)", "(mG, hv - hv, p.K, 0)"),
+        caught=EDGES,
     ),
     _token(
         "initial state ignored",
@@ -118,18 +125,20 @@ MUTANTS: tuple[Entry, ...] = (
         "final state not written",
         "left as it was",
         ("if cute.size(mFinal, mode=[0]) > 0:", "if cute.size(mFinal, mode=[0]) < 0:"),
-        evolve=(3, 4),
+        evolve=(3,),
     ),
     _token(
         "empty sequence skipped",
         "its final state is not the initial one but nothing",
         (_FINAL, "        if chunks > 0:\n            self.final_state(mFinal, first, rS, sS, tx)\n"),
         evolve=(3,),
+        caught=EDGES,
     ),
     _token(
         "sequence boundary leaked",
         "a sequence begins with the last token of the one before",
         ("begin, end = mCu[n], mCu[n + 1]", "begin, end = cutlass.max(mCu[n] - 1, 0), mCu[n + 1]"),
+        caught=EDGES,
     ),
     _token(
         "history cut after 256 tokens",
@@ -141,11 +150,13 @@ MUTANTS: tuple[Entry, ...] = (
             "                rS.fill(0.0)\n",
         ),
         evolve=(8,),
+        caught=EDGES,
     ),
     _token(
         "norm without epsilon",
         "q and k of a zero row become NaN",
         ("rsqrt(square + F32(NORM_EPSILON)", "rsqrt(square + F32(0.0)"),
+        caught=REGIMES,
     ),
     _token(
         "lower bound assumed",
@@ -159,6 +170,8 @@ MUTANTS: tuple[Entry, ...] = (
         (_PREPARED, _PREPARED.replace("            cute.arch.barrier()\n", "")),
         knobs={"warps": 8, "tokens": 8},
         evolve=(40,),
+        caught=SMOKE | EDGES | INTEGRITY,
+        luck="its warps race, and the call in which they lose tells; sixteen repeats see to it",
     ),
     _token(
         "wrong above 1024 tokens",
@@ -171,6 +184,7 @@ MUTANTS: tuple[Entry, ...] = (
             "                sBeta[tx] = strength\n",
         ),
         evolve=(12,),
+        caught=EDGES,
     ),
     _token(
         "writes past the end",
@@ -181,7 +195,7 @@ MUTANTS: tuple[Entry, ...] = (
             "            if t == 0:\n"
             "                (mO.iterator + (I64(T) * HV * self.plan.V + column)).store(y.to(self.io))\n",
         ),
-        caught=RUNGS | {Stage.TIME},
+        caught=INTEGRITY,
         evolve=(42,),
     ),
     _chunk(
@@ -206,6 +220,7 @@ MUTANTS: tuple[Entry, ...] = (
             "            self.write(rows, base, chunk, O, w, lane)\n",
         ),
         evolve=(5, 8, 15),
+        caught=EDGES,
     ),
     _chunk(
         "Neumann series cut at order 1",
@@ -245,6 +260,7 @@ MUTANTS: tuple[Entry, ...] = (
         "block below the diagonal dropped",
         "the second half of a chunk does not know of the first one's corrections",
         ("            merged[i] = -merged[i]\n", "            merged[i] = F32(0.0)\n"),
+        caught=EDGES,
     ),
     _chunk(
         "state decays after the update",
@@ -269,6 +285,7 @@ MUTANTS: tuple[Entry, ...] = (
             "            self.keep(S, j, part)\n",
         ),
         evolve=(31, 32),
+        caught=REGIMES,
     ),
     _chunk(
         "final state one chunk early",

@@ -23,8 +23,7 @@ _HOPPER: Mapping[Base, Template] = {"sm90": kda_sm90.TEMPLATE, "sm90_chunked": k
 
 BEFORE = frozenset({Stage.BUILD, Stage.INSPECT})
 """What needs no device: a build in its sandbox, then the inspection of the object and of its link."""
-RUNGS = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS, Stage.INTEGRITY})
-VALUES = frozenset({Stage.SMOKE, Stage.EDGES, Stage.REGIMES, Stage.LAWS})
+BUILD, INSPECT, SMOKE, EDGES, REGIMES, LAWS, INTEGRITY, TIME = (frozenset({stage}) for stage in Stage)
 
 
 class Kind(StrEnum):
@@ -56,7 +55,9 @@ class Entry:
 
     Attributes:
         why: what it does, in a line.
-        caught: the stages that may stop it: a rung of the gate, or build, inspect, time. Empty for variants.
+        caught: the stage that must stop it first: a rung of the gate, or build, inspect, time. Empty for
+            variants.
+        luck: why it may be one of several stages, where it may; "" for all others.
         failures: what it may fail as; empty: whatever.
         evolve: numbers of the catalogue of known cheats (see `coverage`) that it stands for.
         knobs: of the template, where `base` is one.
@@ -77,6 +78,7 @@ class Entry:
     contract: str = "plain"
     may_pass: bool = False
     told: str = ""
+    luck: str = ""
 
     @property
     def template(self) -> Template:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from evotune.fitness.outcome import Failure, Stage
-from evotune.fitness.redteam.entry import RUNGS, Entry, Kind, edits
+from evotune.fitness.outcome import Failure
+from evotune.fitness.redteam.entry import EDGES, INTEGRITY, LAWS, REGIMES, SMOKE, Entry, Kind, edits
 
 _WRONG = frozenset({Failure.WRONG, Failure.FAULT, Failure.UNSTABLE})
 _KEYS = "key_row(h->k + t * h->key_stride, 1.0f, k);"
@@ -39,7 +39,7 @@ def _chunk(name: str, why: str, *pairs: tuple[str, str], **fields: Any) -> Entry
 
 
 def _mutant(name: str, why: str, changes: Any, **fields: Any) -> Entry:
-    fields = {"caught": RUNGS, "failures": _WRONG, **fields}
+    fields = {"caught": SMOKE, "failures": _WRONG, **fields}
     return Entry(name, Kind.MUTANT, why, edits=changes, **fields)
 
 
@@ -59,6 +59,7 @@ MUTANTS: tuple[Entry, ...] = (
             "h->o[(t + i) * h->value_stride + v] = to_io(t + n == h->length ? p[i][v] : 0.0f);",
         ),
         evolve=(5, 8, 15),
+        caught=EDGES,
     ),
     _chunk(
         "inter-chunk term dropped",
@@ -81,12 +82,14 @@ MUTANTS: tuple[Entry, ...] = (
         (_SOLVE, _NEUMANN % "C"),
         ("#define C 16", "#define C 32"),
         evolve=(9, 34),
+        caught=REGIMES,
     ),
     _chunk(
         "Neumann series in short chunks",
         "the same where powers of a explode less: only keys that repeat show it",
         (_SOLVE, _NEUMANN % "C"),
         evolve=(9, 34),
+        caught=REGIMES,
     ),
     _chunk(
         "wrong triangle",
@@ -126,6 +129,7 @@ MUTANTS: tuple[Entry, ...] = (
         "K^-0.5 in place of the argument",
         ("h->scale, q);", "1.0f / sqrtf((float)K), q);"),
         evolve=(13, 14),
+        caught=EDGES,
     ),
     _token(
         "bfloat16 state",
@@ -158,6 +162,7 @@ MUTANTS: tuple[Entry, ...] = (
         ("float operand(float x) { return x; }", "float operand(float x) { return bf16(x); }"),
         dtype="bfloat16",
         evolve=(31, 32),
+        caught=REGIMES,
     ),
     _chunk(
         "Neumann series cut at order 3 under bfloat16 io",
@@ -182,16 +187,19 @@ MUTANTS: tuple[Entry, ...] = (
         "heads swapped",
         "value head hv reads the keys of another",
         ("key_head = hv / (HV / H)", "key_head = H - 1 - hv / (HV / H)"),
+        caught=EDGES,
     ),
     _token(
         "grouped heads dealt in turn",
         "hv % H for hv / (HV / H)",
         ("key_head = hv / (HV / H)", "key_head = hv % H"),
+        caught=EDGES,
     ),
     _token(
         "one gate for all heads",
         "the first head's gates",
         (".g = g + (begin * HV + hv) * K", ".g = g + begin * HV * K"),
+        caught=EDGES,
     ),
     _token(
         "initial state ignored",
@@ -213,7 +221,7 @@ MUTANTS: tuple[Entry, ...] = (
         "final state not written",
         "left as it was",
         (_FINAL, "if (h->final && h->length < 0)\n        for (int v"),
-        evolve=(3, 4),
+        evolve=(3,),
     ),
     _chunk(
         "final state one chunk early",
@@ -245,23 +253,27 @@ MUTANTS: tuple[Entry, ...] = (
             "for (int64_t hv = 0; hv < HV; hv++) { float S[V][K];\n        for (int64_t n = 0; n < N; n++) {",
         ),
         (_RUN + "\n        }", "run_head(&head, S);\n        } }"),
+        caught=EDGES,
     ),
     _token(
         "empty sequence skipped",
         "its final state is not the initial one but nothing",
         (_RUN, f"if (head.length) {_RUN}"),
         evolve=(3,),
+        caught=EDGES,
     ),
     _token(
         "empty sequence zeroed",
         "its final state is zero",
         (_LOAD, _LOAD.replace("h->initial ?", "h->initial && h->length ?")),
+        caught=EDGES,
     ),
     _token(
         "history cut after 256 tokens",
         "the state is dropped now and then, as if it had decayed",
         (_BETA, _BETA + " if (t % 256 == 255) memset(S, 0, sizeof S);"),
         evolve=(8,),
+        caught=EDGES,
     ),
     _token(
         "weak memories cut off",
@@ -274,12 +286,14 @@ MUTANTS: tuple[Entry, ...] = (
         "q and k of a zero row become NaN",
         ("squares + 1e-6f", "squares"),
         contract="production",
+        caught=REGIMES,
     ),
     _token(
         "epsilon outside the root",
         "x / (norm + 1e-6)",
         ("scale / sqrtf(squares + 1e-6f)", "scale / (sqrtf(squares) + 1e-6f)"),
         contract="production",
+        caught=REGIMES,
     ),
     _token(
         "lower bound assumed",
@@ -297,6 +311,7 @@ MUTANTS: tuple[Entry, ...] = (
         ),
         ("#define C 16", "#define C 64"),
         evolve=(34,),
+        caught=EDGES,
     ),
     _token(
         "right by luck",
@@ -313,12 +328,15 @@ MUTANTS: tuple[Entry, ...] = (
         "one call in 16 loses an update, by the processor's clock",
         (_BETA, _BETA + " if (t == 1 && (ticks() >> 4) % 16 == 0) beta = 0.0f;"),
         evolve=(40,),
+        caught=SMOKE | EDGES | REGIMES,
+        luck="the clock picks the calls that lose an update, and the first of them tells",
     ),
     _token(
         "wrong above 1024 tokens",
         "an index that overflows late",
         (_BETA, _BETA + " if (t >= 1024) beta *= 0.5f;"),
         evolve=(12,),
+        caught=EDGES,
     ),
     _token(
         "wrong for odd lengths",
@@ -330,12 +348,14 @@ MUTANTS: tuple[Entry, ...] = (
         "one of several heads is a little off",
         (_BETA, _BETA + " if (h->head == h->heads - 1 && h->heads > 2) beta *= 1.01f;"),
         evolve=(41,),
+        caught=EDGES,
     ),
     _token(
         "wrong in one element",
         "a single output of thousands is off by a thousandth",
         (_OUT, "h->o[t * h->value_stride + v] = to_io(v == V - 1 && t == 40 ? out * 1.001f + 1e-4f : out);"),
         evolve=(41,),
+        caught=EDGES,
     ),
     _token(
         "values clipped",
@@ -345,6 +365,7 @@ MUTANTS: tuple[Entry, ...] = (
             "float x = from_io(h->v[t * h->value_stride + v]); x = x > 8.0f ? 8.0f : x; float u = beta * (x - seen);",
         ),
         evolve=(10,),
+        caught=EDGES,
     ),
     _chunk(
         "one exponent for a chunk's values",
@@ -361,11 +382,13 @@ MUTANTS: tuple[Entry, ...] = (
         ),
         dtype="bfloat16",
         evolve=(10, 41),
+        caught=LAWS,
     ),
     _token(
         "looks one token ahead",
         "the last token of a pack reads the one after it",
         ("log_decay(h, t, c))", "log_decay(h, t + (t == 20 && t + 1 < h->length), c))"),
+        caught=EDGES,
     ),
     _token(
         "reads past the end",
@@ -374,14 +397,14 @@ MUTANTS: tuple[Entry, ...] = (
             "/* ON CALL */",
             "volatile float beyond = *(const volatile float *)((const char *)(beta + T * HV) + 64); (void)beyond;",
         ),
-        caught=frozenset({Stage.INTEGRITY}),
+        caught=INTEGRITY,
         evolve=(42,),
     ),
     _token(
         "writes past the end",
         "one output too many",
         ("/* ON CALL */", "o[T * HV * V] = to_io(0.0f);"),
-        caught=frozenset({Stage.INTEGRITY}),
+        caught=INTEGRITY,
         evolve=(42,),
     ),
     _token(
@@ -396,7 +419,7 @@ MUTANTS: tuple[Entry, ...] = (
         "more workspace than it asked for",
         "writes 8 KiB, asked for 4",
         ("/* ON CALL */", "memset(workspace, 0, 8192);"),
-        caught=frozenset({Stage.INTEGRITY, Stage.SMOKE}),
+        caught=INTEGRITY,
         evolve=(42,),
     ),
     _token(

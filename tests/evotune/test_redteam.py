@@ -61,6 +61,18 @@ def test_csv_and_json_hold_every_entry() -> None:
     assert len(data["entries"]) == 3
 
 
+def test_who_is_stopped_by_another_rung_than_its_entry_names_is_told() -> None:
+    row = Row(MUTANT, Failed(Failure.WRONG, Stage.LAWS, "off by one"))
+    found = Findings((row, Row(CHEAT, Failed(Failure.REFUSED, Stage.INSPECT, ""))), 1.0)
+    text = "\n".join(redteam.lines(found))
+    assert "stopped elsewhere   1 of 2:" in text
+    assert f"elsewhere: {MUTANT.name} (laws: wrong, off by one; due at smoke)" in text
+    assert CHEAT.name not in text
+    assert redteam.as_json(found)["elsewhere"] == [MUTANT.name]
+    assert redteam.record(row)["due"] == "smoke"
+    assert found.held
+
+
 def test_coverage_lists_every_number_once() -> None:
     numbered = [line for line in redteam.coverage_lines() if line[:2].strip().isdigit()]
     assert [int(line[:2]) for line in numbered] == list(range(1, 73))

@@ -1,14 +1,18 @@
 """The corpus is whole, its kernels are what they say, and the judge stops a telling part of it."""
 
+import csv
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from evotune.fitness import cute_toolchain
+from evotune.fitness.gate import Session
+from evotune.fitness.operator import Array
 from evotune.fitness.outcome import RUNGS, Artifact, Failed, Failure, Passed, Resources, Retry, Stage
 from evotune.fitness.redteam import CORPORA, CORPUS, CUTE_CORPUS, Entry, Kind
 from evotune.fitness.redteam.corpus import Bench, BuildBench, Findings, Row, bench, run, specialization_of
@@ -54,6 +58,8 @@ def test_an_entry_can_be_made_and_says_what_it_is_for(entry: Entry) -> None:
     assert entry.why
     assert (candidate.branch.source != base_source(entry.base)) == bool(entry.edits)
     assert bool(entry.caught) == (entry.kind is not Kind.VARIANT)
+    assert (len(entry.caught) > 1) == bool(entry.luck), "one stage, or a few and the luck that decides"
+    assert len(entry.caught) <= 3
     assert entry.evolve or entry.kind is not Kind.CHEAT
 
 
@@ -69,7 +75,8 @@ def test_every_known_trick_is_accounted_for() -> None:
     assert [k.number for k in known] == list(range(1, 73))
     assert len(TITLES) == 72
     assert all(k.by or k.why for k in known)
-    assert {k.standing for k in known} == {"covered", "elsewhere"}
+    assert {k.standing for k in known} == {"covered", "elsewhere", "not applicable"}
+    assert all(bool(k.why) == (k.standing != "covered") for k in known), "what is said is not hidden by a tag"
     assert {n for entry in EVERY for n in entry.evolve} <= set(range(1, 73))
 
 
@@ -82,6 +89,16 @@ def test_where_else_a_trick_is_stopped_exists() -> None:
         assert named, known
         for path, name in named:
             assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), (known.number, path, name)
+
+
+@pytest.mark.parametrize(("target", "table"), [("host", "host"), ("sm_90a", "h200")])
+def test_recorded_runs_stopped_each_kernel_where_its_entry_names(target: str, table: str) -> None:
+    path = Path(__file__).parents[3] / "experiments" / "results" / f"redteam_{table}.csv"
+    with path.open(encoding="utf-8", newline="") as lines:
+        recorded = {row["name"]: row["stage"] for row in csv.DictReader(lines)}
+    wrong = {entry.name: entry for entry in CORPORA[target] if entry.kind is not Kind.VARIANT}
+    assert set(wrong) <= set(recorded)
+    assert {name: recorded[name] for name, e in wrong.items() if recorded[name] not in {"", *e.caught}} == {}
 
 
 CHEAT = Entry("c", Kind.CHEAT, "", caught=frozenset({Stage.SMOKE}), failures=frozenset({Failure.WRONG}))
@@ -116,6 +133,7 @@ def test_verdicts() -> None:
     assert [row.verdict for row in rows] == [*verdicts, "passed", "rejected", "unknown", *_EARLY]
     found = Findings(tuple(rows), 1.0)
     assert len(found.accepted) == 4
+    assert len(found.elsewhere) == 3
     assert len(found.not_run) == 2
     assert found.false_rejections == pytest.approx(1 / 4)
     assert found.alone()[Stage.LAWS] == ["c"]
@@ -126,6 +144,7 @@ def test_verdicts() -> None:
     ("row", "held"),
     [
         (Row(CHEAT, WRONG), True),
+        (Row(CHEAT, Failed(Failure.WRONG, Stage.LAWS, "")), True),
         (Row(CHEAT, PASSED), False),
         (Row(Entry("v", Kind.VARIANT, ""), WRONG), False),
         (Row(CHEAT, Retry("disk")), False),
@@ -146,11 +165,46 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def test_the_judge_stops_what_it_should_and_passes_what_it_should(opened: Bench) -> None:
     rows = list(opened.judge(named(*TELLING, *HONEST), full=False))
     assert len(rows) == len(TELLING) + len(HONEST)
+    assert all(row.outcome.stage in row.entry.caught for row in rows if isinstance(row.outcome, Failed))
     odd = [(r.entry.name, r.verdict, r.where, r.paid) for r in rows if r.verdict in _UNWANTED]
     assert odd == []
 
 
 _UNWANTED = ("accepted", "rejected", "elsewhere", "unknown")
+
+
+def test_every_mutant_is_stopped_by_the_rung_that_its_entry_names(opened: Bench) -> None:
+    plain = [e for e in kind(Kind.MUTANT) if (e.dtype, e.contract) == ("float32", "plain")]
+    assert {stage for e in plain for stage in e.caught} == set(RUNGS) - {Stage.LAWS}
+    rows = list(opened.judge(plain, full=False))
+    assert [(r.entry.name, r.where, r.due) for r in rows if r.verdict != "caught"] == []
+
+
+def test_no_two_evaluations_see_the_same_inputs(opened: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the gate and of the timing. Empty problems, which are all alike, are left out."""
+    seen: list[set[bytes]] = []
+    place_in = Session.place_in
+
+    def noting(self, runner, index, case, **kwargs):  # type: ignore[no-untyped-def]
+        if case.sizes["T"] > 0:
+            seen[-1].add(_digest(case.inputs))
+        return place_in(self, runner, index, case, **kwargs)
+
+    monkeypatch.setattr(Session, "place_in", noting)
+    for _ in range(2):
+        seen.append(set())
+        (row,) = opened.judge(named("sums backwards"), full=False)
+        assert row.verdict == "passed", row.where
+    first, second = seen
+    assert min(len(first), len(second)) > 60
+    assert first.isdisjoint(second)
+
+
+def _digest(inputs: Mapping[str, Array | None]) -> bytes:
+    found = hashlib.blake2b()
+    for name, values in inputs.items():
+        found.update(name.encode() + (b"" if values is None else values.tobytes()))
+    return found.digest()
 
 
 def test_every_rung_is_asked_where_a_gate_goes_on(opened: Bench) -> None:
