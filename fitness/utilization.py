@@ -15,12 +15,12 @@ class _Rates(ctypes.Structure):
 
 
 class Utilization:
-    """Asks NVML ten times a second in a thread, where the driver has it."""
+    """Asks NVML ten times a second in a thread, where the driver has it and knows the GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """Of the GPU of that UUID; of the first one where the UUID is not one of the driver's."""
         self._used_s: float | None = None
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
@@ -29,18 +29,21 @@ class Utilization:
             return
         self._device = ctypes.c_void_p()
         if self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)):
-            self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device))
-        self._used_s = 0.0
-        threading.Thread(target=self._watch, name="utilization", daemon=True).start()
+            self._nvml.nvmlShutdown()
+            return
+        self._thread = threading.Thread(target=self._watch, name="utilization", daemon=True)
+        self._thread.start()
 
     @property
     def used_s(self) -> float | None:
-        """Seconds of use since construction; None where the driver does not say."""
+        """Seconds of use since construction; None as long as the driver never said."""
         return self._used_s
 
     def close(self) -> None:
-        """Ask no more."""
+        """Ask no more. May be called twice."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _watch(self) -> None:
         rates, before_s = _Rates(), time.monotonic()
@@ -50,3 +53,4 @@ class Utilization:
             if not failed:
                 self._used_s = (self._used_s or 0.0) + rates.gpu / 100 * (now_s - before_s)
             before_s = now_s
+        self._nvml.nvmlShutdown()
