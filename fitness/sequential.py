@@ -56,7 +56,7 @@ QUAD = ((True, False, False, True), (False, True, True, False))
 
 
 def quad(rng: np.random.Generator) -> tuple[bool, bool, bool, bool]:
-    """Order of a block's four calls, True for the challenger: ABBA or BAAB by a fair coin."""
+    """Order of the four calls of two pairs, True for the challenger: ABBA or BAAB by a fair coin."""
     return QUAD[int(rng.integers(2))]
 
 
