@@ -81,5 +81,6 @@ class HostEvaluator(CompiledEvaluator[Runner]):
             self._builder.quiet,
             self._racing,
             turn.waits,
+            turn.moving,
         )
         return timer.time(session, baseline, turn.bars)

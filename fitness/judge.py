@@ -25,7 +25,7 @@ from evotune.fitness.gate import Gate, GateLimits, GateReport, Process, Session
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Evidence, Objective, values
 from evotune.fitness.operator import Level, Operator, Parameter, Workload, specialization
-from evotune.fitness.outcome import Artifact, Failed, Outcome, Passed, Retry
+from evotune.fitness.outcome import Artifact, Failed, Failure, Outcome, Passed, Retry, Stage
 from evotune.fitness.racing import NO_BARS, Bars, Racing
 from evotune.fitness.runner import Loadable, kinds
 from evotune.fitness.sequential import BLOCK_PAIRS
@@ -69,7 +69,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A candidate judged and timed anew with data that never chose it.
+    """A candidate judged and timed anew, on problems that screening never saw.
 
     Attributes:
         artifacts: what was built and judged; see `CompiledEvaluator.library`.
@@ -92,6 +92,7 @@ class Round:
         targets: the workloads.
         bars: where a candidate's timing may end early.
         waits: of these two kernels, over all that is timed in this round.
+        moving: whether every block goes on in other processes with other memory (see `timing.Timer`).
     """
 
     gate: Gate
@@ -99,6 +100,7 @@ class Round:
     plan: TimingPlan
     bars: Bars = field(default_factory=dict)
     waits: AllWaits = field(default_factory=dict)
+    moving: bool = False
 
 
 class _Stop(Exception):
@@ -175,6 +177,10 @@ class CompiledEvaluator(ABC, Generic[Process]):
     def _timed(self, session: Session[Process], baseline: Session[Process], turn: Round) -> Timed | Failed:
         """Time a candidate against a baseline. Raises BaselineFault, SandboxError, StudyError."""
 
+    def _blamed(self, failed: Failed) -> Failed | Retry:
+        """A candidate's failure, unless it was the device's."""
+        return failed
+
     def submit(self, candidate: Candidate, bars: Bars = NO_BARS) -> Future[Evaluation]:
         """See `Evaluator.submit`. The future also raises StudyError when the baseline itself fails."""
         if self._baseline is None and self._default_builds is None:
@@ -194,7 +200,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
     def verify(self, artifacts: Artifacts, level: Level = "full") -> GateReport | Failed | Retry:
         """Judge objects that were built elsewhere, one for each specialization of the problem.
 
-        In a process of their own, on cases solved anew.
+        In a process of their own, on cases that screening never saw; every full gate shares them.
         """
 
         def work() -> GateReport:
@@ -204,7 +210,11 @@ class CompiledEvaluator(ABC, Generic[Process]):
         return self._ask(work)
 
     def confirm(self, candidate: Candidate, blocks: int = 3) -> Confirmation | Failed | Retry:
-        """The full gate, then a re-timing, of a candidate in a fresh process on cases solved anew."""
+        """The full gate, then a re-timing, of a candidate in a fresh process.
+
+        On cases that screening never saw. They are solved once: every full gate shares them, and comparisons
+        for a promotion are timed on the same ones, each time in fresh variants.
+        """
         builds = self._start_builds(candidate)
 
         def work() -> Confirmation:
@@ -214,7 +224,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
                 if report.failed is not None:
                     raise _Stop(report.failed)
                 timed, naive_us = [], []
-                turn = Round(gate, self.problem.targets, self._timing)
+                turn = Round(gate, self.problem.targets, self._timing, moving=True)
                 for _ in range(blocks):
                     timed.append(self._time(session, turn))
                     naive_us.append(self._naive_us(gate))
@@ -235,7 +245,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
         builds, theirs = self._start_builds(challenger), self._start_builds(incumbent)
         targets = [target for target in self.problem.targets if target.workload.group == group]
         gate = self._second_gate if purpose == "promotion" else self._third_gate
-        turn = Round(gate, targets, replace(self._timing, samples=BLOCK_PAIRS))
+        turn = Round(gate, targets, replace(self._timing, samples=BLOCK_PAIRS), moving=True)
 
         def work() -> Comparison | Fallen:
             begun_s = time.monotonic()
@@ -300,18 +310,22 @@ class CompiledEvaluator(ABC, Generic[Process]):
         turn: Round,
         enough: Callable[[Timed], bool],
     ) -> Iterator[Timed]:
-        """Timed until it is enough; one that the incumbent fails in is repeated. Raises _Stop, _Fell."""
+        """Timed until it is enough; one that the incumbent fails in is repeated once. Raises _Stop, _Fell."""
         failed_before = False
         while not self._ending.is_set():
             try:
                 timed = self._timed(session, holder, turn)
             except BaselineFault as fault:
                 if failed_before:
+                    blamed = self._blamed(Failed(Failure.FAULT, Stage.TIME, str(fault)))
+                    if isinstance(blamed, Retry):
+                        raise _Stop(blamed) from fault
                     raise _Fell(f"it fails while it is timed: {fault}") from fault
                 failed_before = True
                 continue
             if isinstance(timed, Failed):
                 raise _Stop(timed)
+            failed_before = False
             yield timed
             if enough(timed):
                 return
@@ -324,11 +338,14 @@ class CompiledEvaluator(ABC, Generic[Process]):
             try:
                 return work()
             except _Stop as stop:
-                return stop.outcome
+                return self._outcome(stop)
             except (SandboxError, OSError) as error:
                 return Retry(str(error))
 
         return self._beside.submit(guarded).result()
+
+    def _outcome(self, stop: _Stop) -> Failed | Retry:
+        return self._blamed(stop.outcome) if isinstance(stop.outcome, Failed) else stop.outcome
 
     def _start_builds(self, candidate: Candidate) -> Builds:
         """Queue the candidate's units, one per specialization."""
@@ -354,7 +371,7 @@ class CompiledEvaluator(ABC, Generic[Process]):
             outcome: Outcome = self._passed(candidate, artifacts, report, timed)
             saved_s = timed.saved_s
         except _Stop as stop:
-            outcome = stop.outcome
+            outcome = self._outcome(stop)
         except (SandboxError, OSError) as error:
             outcome = Retry(str(error))
         resources = {spec.label: artifact.resources for spec, artifact in artifacts.items()}

@@ -268,8 +268,10 @@ def _raised(samples: Mapping[int, _Sample], least_us: float) -> tuple[float, ...
 class Timer:
     """Times candidates against a baseline session that stays alive between them.
 
-    `quiet` pauses what else runs on the machine on our behalf. `waits` are of the same two kernels' calls
-    before, and take in these.
+    Attributes:
+        quiet: pauses what else runs on the machine on our behalf.
+        waits: of the same two kernels' calls before; take in these.
+        moving: whether both kernels first go on in other processes with other memory, see `_move`.
     """
 
     operator: Operator
@@ -279,6 +281,7 @@ class Timer:
     quiet: Quiet
     racing: Racing = field(default_factory=Racing)
     waits: AllWaits = field(default_factory=dict)
+    moving: bool = False
 
     def time(
         self, candidate: Session[Runner], baseline: Session[Runner], bars: Bars = NO_BARS
@@ -305,7 +308,7 @@ class Timer:
     ) -> tuple[list[_Block], float]:
         """Blocks that ran to their end, and the candidate's host cost of a call."""
         problems = [self._problems(target, rng) for target in self.targets]
-        anew = _move if self.waits else _renew
+        anew = _move if self.moving else _renew
         with blaming_baseline():
             anew(baseline)
         anew(candidate)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -15,11 +15,12 @@ from evotune.errors import SandboxError, StudyError
 from evotune.fitness.evaluation import Comparison, Evaluation, Fallen, Purpose
 from evotune.fitness.gate import CaseBook, Gate, GateLimits, GateReport
 from evotune.fitness.host import Confirmation, HostEvaluator, HostSettings, Problem
+from evotune.fitness.judge import _Fell
 from evotune.fitness.objectives import OBJECTIVES
 from evotune.fitness.operator import Level
 from evotune.fitness.outcome import Failed, Failure, Passed, Retry, Stage
 from evotune.fitness.sandbox import Sandbox
-from evotune.fitness.timing import Timed, TimingPlan
+from evotune.fitness.timing import BaselineFault, Timed, TimingPlan
 from evotune.promotion import log_ratio
 from evotune.reference_kda.operator import KdaOperator
 from evotune.reference_kda.workload import Workload
@@ -210,6 +211,31 @@ def test_an_incumbent_that_fails_is_not_the_challengers_fault(
     assert isinstance(found, Fallen)
     assert told in found.detail
     assert shown == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "falls"), [("f.f.f.", False), ("..ff", True)], ids=["now and then", "twice in a row"]
+)
+def test_an_incumbent_falls_by_two_faults_in_a_row(
+    rms: HostEvaluator, monkeypatch: pytest.MonkeyPatch, faults: str, falls: bool
+) -> None:
+    script = iter(faults)
+
+    def timing(session: Any, holder: Any, turn: Any) -> Timed:
+        if next(script) == "f":
+            raise BaselineFault("SIGSEGV")
+        return Timed((), 0.0, 1.0)
+
+    monkeypatch.setattr(rms, "_timed", timing)
+    blocks: list[Timed] = []
+
+    def enough(timed: Timed) -> bool:
+        blocks.append(timed)
+        return len(blocks) == 3
+
+    met = rms._blocks(None, None, None, enough)  # type: ignore[arg-type]  # nothing is asked of them
+    with pytest.raises(_Fell, match="SIGSEGV") if falls else nullcontext():
+        assert len(list(met)) == 3
 
 
 def test_closing_ends_a_comparison_after_its_block(cache: Path) -> None:

@@ -120,16 +120,19 @@ def test_calls_alternate_in_balanced_order(bench: Bench, monkeypatch: pytest.Mon
     assert all(set(pairs[i : i + 2]) == {("mine", "theirs"), ("theirs", "mine")} for i in range(0, 20, 2))
 
 
-def test_two_kernels_are_timed_again_in_other_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First they are timed where they are: the candidate came just now, the baseline stays for all."""
+@pytest.mark.parametrize("moving", [True, False])
+def test_two_kernels_are_timed_in_other_memory_if_they_are_moving(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, moving: bool
+) -> None:
+    """However often they were timed before: in screening the baseline stays where it is for all."""
     order: list[str] = []
     with bench.session(SOURCE) as candidate, bench.session(SOURCE) as baseline:
         watch(candidate, lambda event: order.append(f"my {event}"), monkeypatch)
         watch(baseline, lambda event: order.append(f"their {event}"), monkeypatch)
         assert baseline.runner.alive
         assert candidate.runner.alive
-        again = timer()
-        for starts in (1, 2):
+        again = replace(timer(), moving=moving)
+        for starts in (2, 3) if moving else (1, 1):
             assert isinstance(again.time(candidate, baseline), Timed)
             assert order.count("my start") == order.count("their start") == starts
 
