@@ -202,7 +202,7 @@ def diagnose(
     as_json: AsJson = False,
     unsafe: Unsafe = False,
 ) -> None:
-    """Where a kernel goes wrong: rung, case, head, chunk, token, stage. Exit code 1 when it does."""
+    """Where a kernel goes wrong: rung, smallest workload, head, token, stage. Exit code 1 when it does."""
     from evotune import report
     from evotune.diagnose import candidate_of
     from evotune.diagnose import diagnose as look
