@@ -15,7 +15,7 @@ evaluation.
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -81,7 +81,9 @@ def refused(count: int, seed: int | None) -> None:
         failures = [r for r in report.results if r.failure] if isinstance(report, GateReport) else [report]
         for failure in failures:
             print("   ", failure)
-    print(f"refused {wrong} of {judged} honest configurations ({wrong / judged:.1%})")
+    print(
+        f"refused {wrong} of {judged} honest configurations" + (f" ({wrong / judged:.1%})" if judged else "")
+    )
 
 
 def judgements(count: int, rng: Random) -> Iterator[tuple[Candidate, Problem, Any]]:
@@ -117,12 +119,17 @@ def cost() -> None:
                     evaluation = judge.submit(honest(posed, Random(seed), 0)).result()
                     if isinstance(evaluation.outcome, Passed):
                         shares.append(evaluation.seconds)
-            gate = sum(s["gate"] for s in shares)
-            whole = sum(sum(s.values()) for s in shares)
-            parts = ", ".join(
-                f"{name} {sum(s[name] for s in shares) / len(shares):.2f} s" for name in shares[0]
-            )
-            print(f"{level}: the gate takes {gate / whole:.0%} of an evaluation ({parts})")
+            print(f"{level}: {told(shares)}")
+
+
+def told(shares: Sequence[Mapping[str, float]]) -> str:
+    """Of the seconds of evaluations by phase."""
+    if not shares:
+        return "none of the kernels passed, so that the gate's share of an evaluation is not known"
+    gate = sum(s["gate"] for s in shares)
+    whole = sum(sum(s.values()) for s in shares)
+    parts = ", ".join(f"{name} {sum(s[name] for s in shares) / len(shares):.2f} s" for name in shares[0])
+    return f"the gate takes {gate / whole:.0%} of an evaluation ({parts})"
 
 
 if __name__ == "__main__":
