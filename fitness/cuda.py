@@ -25,12 +25,22 @@ from typing import Any
 
 import numpy as np
 
-from evotune.errors import DeviceLost, SandboxError
+from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.cuda_link import CudaLinker, runtime_library
-from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace
-from evotune.fitness.cuda_timing import BURST, Bands, Canary, CudaTimer, Pools, Room, Shared, Solvers
+from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace, in_trouble
+from evotune.fitness.cuda_timing import (
+    BURST,
+    Bands,
+    Canary,
+    CudaTimer,
+    Pools,
+    Room,
+    Shared,
+    Solvers,
+    has_work,
+)
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import Gate, GateLimits, Session
@@ -40,7 +50,7 @@ from evotune.fitness.link import Linker
 from evotune.fitness.objectives import Objective
 from evotune.fitness.operator import DeviceOperator, DeviceParameter
 from evotune.fitness.operator import Level as GateLevel
-from evotune.fitness.outcome import Artifact, Failed, Failure, Retry
+from evotune.fitness.outcome import Artifact, Failed, Failure, Retry, Stage
 from evotune.fitness.racing import Bars
 from evotune.fitness.runner import Fault, Loadable
 from evotune.fitness.sandbox import Level, Sandbox
@@ -113,10 +123,21 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         Raises StudyError without compiler or linker, DeviceError without a free GPU, SandboxError, OSError.
         """
         self._settings = settings or CudaSettings()
-        sandbox = sandbox or Sandbox.detect()
+        with ExitStack() as made:
+            self._make(problem, objectives, cache, sandbox or Sandbox.detect(), made)
+            self._closing = made.pop_all()
+
+    def _make(
+        self,
+        problem: Problem,
+        objectives: Sequence[Objective],
+        cache: Path | None,
+        sandbox: Sandbox,
+        made: ExitStack,
+    ) -> None:
+        """All that `__init__` does; what must be closed is known to `made`, the GPU let go of last."""
         toolchain, linker = self._tools(sandbox)
-        self._closing = ExitStack()
-        self._lease = self._closing.enter_context(closing(self._leased()))
+        self._lease = made.enter_context(closing(self._leased()))
         self._cell = self._judge_cell(sandbox)
         super().__init__(
             problem,
@@ -136,22 +157,26 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._operator: DeviceOperator = problem.operator  # type: ignore[assignment]  # sm_90a has such alone
         self._pools: dict[int, Pools] = {}
         self._pools_change = threading.Lock()
-        self._solvers = Solvers(max(1, (os.cpu_count() or 2) // 2))
-        self._later = Solvers(max(1, (os.cpu_count() or 2) // 4), nice=19)
+        cores = os.cpu_count() or 2
+        self._solvers = made.enter_context(closing(Solvers(max(1, cores // 2))))
+        self._later = made.enter_context(closing(Solvers(max(1, cores // 4), nice=19)))
         self._pools_of(self._gate)
         self._gate.prepare(self._specs, self._level, self._solvers.executor)
-        self._spares = Spares(lambda: CudaProcess(self._cell), self._settings.spares)
-        self._checks = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="check")
+        self._checks = ThreadPoolExecutor(max(2, cores // 2), thread_name_prefix="check")
+        made.callback(self._checks.shutdown, cancel_futures=True)
+        self._utilization = made.enter_context(closing(Utilization(self._lease.gpu.uuid)))
+        self._spares = made.enter_context(
+            closing(Spares(lambda: CudaProcess(self._cell), self._settings.spares))
+        )
         self._workspace_of: dict[str, Workspace] = {}
         self._shared: Shared | None = None
         self._canary: Canary | None = None
         self._doubted = False
         self._faults_seen = 0
-        self._utilization = Utilization(self._lease.gpu.uuid)
         self._told_s: dict[str, float] = {}
         self._telling = threading.Lock()
         # A lane that waits for its process wakes up in time: what holds the interpreter lets go after 0.5 ms.
-        self._closing.callback(sys.setswitchinterval, sys.getswitchinterval())
+        made.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
 
     @property
@@ -181,11 +206,6 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
     def close(self) -> None:
         """See `Evaluator.close`."""
         super().close()
-        self._spares.close()
-        self._utilization.close()
-        self._checks.shutdown(cancel_futures=True)
-        for solvers in (self._solvers, self._later):
-            solvers.close()
         self._closing.close()
 
     def sanitize(self, candidate: Candidate) -> Sanitized | Failed:
@@ -228,14 +248,17 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         return complaint((report or b"").decode(errors="replace"))
 
     def _some_calls(self, session: Session[CudaProcess]) -> None:
-        """The first gate cases of each object that have work, one of every rung."""
+        """Of each object the first gate case of every rung that has work."""
         rng = np.random.default_rng(secrets.randbits(128))
         for index, spec in enumerate(self._specs):
             seen: set[str] = set()
             for entry in self._operator.gate_cases(spec, "screen"):
-                if entry.rung not in seen:
+                if entry.rung in seen:
+                    continue
+                case = self._gate.cases.fresh(entry.workload, rng)
+                if has_work(case):
                     seen.add(entry.rung)
-                    session.call(index, self._gate.cases.fresh(entry.workload, rng))
+                    session.call(index, case)
 
     def _signature(self, spec: Specialization) -> Sequence[DeviceParameter]:
         return self._operator.device_signature(spec)
@@ -276,8 +299,6 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         self._lease.renew()
         before = self._cell.usage.mine
         evaluation = super()._evaluate(candidate, builds, bars)
-        if isinstance(evaluation.outcome, Failed) and evaluation.outcome.failure is Failure.TIMEOUT:
-            evaluation = replace(evaluation, outcome=self._blamed(evaluation.outcome))
         self._solve_ahead()
         spent = self._cell.usage.mine - before
         seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s, **self._used_s()}
@@ -300,22 +321,58 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         return {name: seconds - told.get(name, 0.0) for name, seconds in now.items()}
 
     def _blamed(self, failed: Failed) -> Failed | Retry:
-        """A candidate that took too long; not its fault when the baseline's answers are late right now."""
-        if self._baseline is None:
-            return failed
-        turn = Round(self._gate, self.problem.targets, self._timing)
+        """Not a candidate that took too long, or told of a device in trouble, when others tell the same."""
+        if failed.stage in (Stage.BUILD, Stage.INSPECT):
+            return failed  # nothing ran on the GPU
+        if failed.failure is Failure.TIMEOUT:
+            return self._late(failed)
+        if failed.failure in (Failure.FAULT, Failure.REFUSED) and in_trouble(failed.detail):
+            return self._troubled(failed)
+        return failed
+
+    def _late(self, failed: Failed) -> Failed | Retry:
+        """Not the candidate's fault when the baseline's answers are late right now."""
         try:
-            found = self._timer(self._baseline, turn).canary(self._baseline)
-        except BaselineFault as fault:
-            return Retry(f"took too long, and the default kernel does not answer either: {fault}")
-        longest_s = found.longest_us / 1e6
-        if longest_s <= LATE * self._limits.call_timeout_s:
+            found = self._canary_now()
+        except (BaselineFault, SandboxError, OSError) as error:
+            return Retry(f"took too long, and the default kernel does not answer either: {error}")
+        if found is None or found.longest_us / 1e6 <= LATE * self._limits.call_timeout_s:
             return failed
+        longest_s = found.longest_us / 1e6
         return Retry(f"took too long while the default kernel's answer took {longest_s:.2g} s: overloaded")
+
+    def _troubled(self, failed: Failed) -> Failed | Retry:
+        """Not the candidate's fault when the baseline fails too, or a fresh process of nobody's."""
+        try:
+            self._canary_now()
+            with closing(CudaProcess(self._cell)) as process:
+                process.open()
+                process.copy_bytes_per_us()
+        except (BaselineFault, Fault, SandboxError, OSError) as error:
+            return Retry(f"the GPU is in trouble: {failed.detail}; without the candidate: {error}")
+        return failed
+
+    def _canary_now(self) -> Canary | None:
+        """How the baseline does, where there is one yet. Raises BaselineFault, SandboxError."""
+        baseline = self._baseline
+        if baseline is None:
+            return None
+        turn = Round(self._gate, self.problem.targets, self._timing)
+        return self._timer(baseline, turn).canary(baseline)
+
+    def _time(self, session: Session[CudaProcess], turn: Round) -> Timed:
+        """As the base does. Trouble that the baseline tells of is believed: SandboxError, for a retry."""
+        try:
+            return super()._time(session, turn)
+        except StudyError as error:
+            if not in_trouble(str(error)):
+                raise
+            raise SandboxError(f"the GPU is in trouble: {error}") from error
 
     def _timed(
         self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
     ) -> Timed | Failed:
+        self._lease.renew()
         if baseline is not self._baseline:  # an incumbent, block after block
             turn = replace(turn, plan=replace(turn.plan, samples=BURST * turn.plan.samples))
             return self._timer(baseline, turn).time(session, baseline, keep=True)

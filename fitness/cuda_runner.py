@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import reprlib
 import subprocess
 import sys
 import threading
@@ -52,6 +53,7 @@ _PACKAGES = ("torch", "tvm_ffi", "numpy", "typing_extensions")
 # Words of CUDA's messages that speak of the device, not of the kernel.
 _TROUBLE = ("uncorrectable", "ecc error", "nvlink", "devices unavailable", "out of memory", "no device")
 _CAPTURE = ("capture", "capturing")
+_LEAST_US = 0.1  # no kernel starts and ends in less
 # What starts kernels, or allocates gigabytes.
 _IN_TURN = frozenset(
     {child.CALL, child.APART, child.FILL, child.ARM, child.SAMPLE, child.CHECK, child.HOST, child.COPY}
@@ -379,7 +381,7 @@ class CudaProcess(Worker):
         Raises Fault, StudyError.
         """
         placement = self._upload(numbers, index, spreads, workspace_bytes)
-        return Prepared(placement, dict(zip(numbers, self._filled(numbers), strict=True)))
+        return Prepared(placement, dict(zip(numbers, self._filled(numbers, placement), strict=True)))
 
     def successor(self, number: int, index: int, spread: Spread, workspace_bytes: int) -> None:
         """Bring another problem of a set's shapes to the GPU, for `succeed`. Starts no kernel there.
@@ -393,11 +395,12 @@ class CudaProcess(Worker):
 
         Raises Fault.
         """
-        (digests,) = self._filled([-1 - number])
+        (digests,) = self._filled([-1 - number], prepared.placement)
         return Prepared(prepared.placement, {**prepared.digests, number: digests})
 
-    def _filled(self, numbers: Sequence[int]) -> list[list[str]]:
-        return self._digests(self.ask(child.FILL, {"sets": list(numbers)}, _SETUP_S), len(numbers))
+    def _filled(self, numbers: Sequence[int], placement: Placement) -> list[list[str]]:
+        said = self.ask(child.FILL, {"sets": list(numbers)}, _SETUP_S)
+        return self._digests(said.get("digests"), len(numbers), len(_inputs(placement)))
 
     def _upload(
         self,
@@ -412,7 +415,7 @@ class CudaProcess(Worker):
         placement = lay_out(signature, spreads[0], workspace_bytes=workspace_bytes, flush="start")
         guards = self.arena.guard_bytes(placement)
         at = self.arena.write(0, guards)
-        inputs = [b for b in placement.buffers if b.role == "input"]
+        inputs = _inputs(placement)
         sources = {}
         for buffer in inputs:
             if buffer.size:
@@ -478,11 +481,11 @@ class CudaProcess(Worker):
         waited_us = self._waited_s * 1e6
         if not isinstance(us, list) or len(us) != len(order):
             self.close()
-            raise Fault(Failure.FORGED, f"answered {len(order)} calls with {us!r}"[:200])
+            raise Fault(Failure.FORGED, f"answered {len(order)} calls with {reprlib.repr(us)}")
         times = [self._number({"us": value}, "us") for value in us]
-        if min(times) < 0 or sum(times) > waited_us:
+        if min(times) < _LEAST_US or sum(times) > waited_us:
             self.close()
-            detail = f"reported {', '.join(f'{t:.1f}' for t in times)} us within {waited_us:.1f} us"
+            detail = f"reported {', '.join(f'{t:.4g}' for t in times)} us within {waited_us:.1f} us"
             raise Fault(Failure.FORGED, detail)
         by_kind = [tuple(t for t, k in zip(times, order, strict=True) if k == kind) for kind in KINDS]
         return Burst(by_kind[0], by_kind[1], waited_us)
@@ -496,7 +499,8 @@ class CudaProcess(Worker):
         """
         placement = prepared.placement
         said = self.ask(child.CHECK, {"set": number, "parts": places}, _SETUP_S)
-        digests = self._digests({"digests": [said.get("digests")]}, 1)[0]
+        inputs = _inputs(placement)
+        (digests,) = self._digests([said.get("digests")], 1, len(inputs))
         guards = Buffer("", "guards", 0, 0, (sum(end - start for start, end in placement.gaps),), "uint8")
         parts = [guards, *(_part(b, *places[b.name]) for b in placement.buffers if b.name in places)]
         sizes = [math.prod(part.shape) * dtype_of(part.ctype).itemsize for part in parts]
@@ -509,25 +513,25 @@ class CudaProcess(Worker):
         }
         held = found.pop("")
         if digests != prepared.digests[number]:
-            names = [buffer.name for buffer in placement.buffers if buffer.role == "input"]
-            pairs = zip(names, digests, prepared.digests[number], strict=True)
-            return f"input {next(n for n, now, then in pairs if now != then)} was changed", found
+            pairs = zip(inputs, digests, prepared.digests[number], strict=True)
+            return f"input {next(b.name for b, now, then in pairs if now != then)} was changed", found
         return self.arena.strayed(placement, held), found
 
     def release(self) -> None:
         """Free all sets. Raises Fault."""
         self.ask(child.RELEASE, {}, _SETUP_S)
 
-    def _digests(self, said: Mapping[str, Any], count: int) -> list[list[str]]:
-        """Of the inputs of so many sets. Raises Fault when they are not that."""
-        found = said.get("digests")
-        if not isinstance(found, list) or len(found) != count or not all(isinstance(f, list) for f in found):
-            self.close()
-            raise Fault(Failure.FORGED, "answered with no digests")
-        return found
+    def _digests(self, said: object, sets: int, inputs: int) -> list[list[str]]:
+        """What was said, if it is so many sets' digests of so many inputs. Raises Fault."""
+        if isinstance(said, list) and len(said) == sets:
+            found = [digests for digests in said if isinstance(digests, list) and len(digests) == inputs]
+            if len(found) == sets and all(isinstance(each, str) for digests in found for each in digests):
+                return found
+        self.close()
+        raise Fault(Failure.FORGED, f"answered with digests {reprlib.repr(said)}")
 
-    def host_cost_us(self, index: int, placement: Placement, repeat: int) -> tuple[float, float]:
-        """(wall, processor time) of one call among many on a placed case. Raises Fault."""
+    def host_cost_us(self, index: int, placement: Placement, repeat: int) -> float:
+        """Time of one call among many on a placed case. Raises Fault."""
         job = {
             "object": index,
             "begin": placement.begin,
@@ -536,8 +540,11 @@ class CudaProcess(Worker):
             "repeat": repeat,
             "rounds": 5,
         }
-        said = self.ask(child.HOST, job, _SETUP_S)
-        return self._number(said, "wall_ns") / 1e3, self._number(said, "cpu_ns") / 1e3
+        ns = self._number(self.ask(child.HOST, job, _SETUP_S), "ns")
+        if ns <= 0:
+            self.close()
+            raise Fault(Failure.FORGED, f"reported {ns:.4g} ns for a call")
+        return ns / 1e3
 
     def copy_bytes_per_us(self) -> float:
         """Bandwidth of a copy within the GPU, reads and writes counted. Raises Fault."""
@@ -554,7 +561,7 @@ class CudaProcess(Worker):
     # Frames
 
     def ask(self, operation: int, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request, wait for its report. Raises Fault; SandboxError for trouble of the device."""
+        """Send a request, wait for its report. Raises Fault."""
         data = json.dumps(job).encode()
         data += b" " * (-len(data) % 8)
         if operation not in _IN_TURN:
@@ -588,32 +595,41 @@ class CudaProcess(Worker):
             found = json.loads(self.arena.read(begin, size).tobytes())
             if not isinstance(found, dict):
                 raise ValueError("a report that is no table")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.close()
             raise Fault(Failure.FORGED, f"answered with {error}") from error
         return found
 
     def _number(self, said: Mapping[str, Any], name: str) -> float:
         value = said.get(name)
-        if not isinstance(value, int | float) or not np.isfinite(value):
-            self.close()
-            raise Fault(Failure.FORGED, f"answered with {name} = {value!r}")
-        return float(value)
+        with suppress(OverflowError):  # an integer beyond every float
+            if isinstance(value, int | float) and math.isfinite(value):
+                return float(value)
+        self.close()
+        raise Fault(Failure.FORGED, f"answered with {name} = {reprlib.repr(value)}")
 
     def _refusal(self, status: int, value: int) -> Fault:
         if status != child.RAISED:
             return super()._refusal(status, value)
-        error = str(self._report(value).get("error", "no message"))
-        brief = " ".join(error.split())[:300]
-        if any(word in error.lower() for word in _TROUBLE):
-            self.close()
-            raise SandboxError(f"the GPU is in trouble: {brief}")
-        return Fault(Failure.FAULT, brief)
+        error = self._report(value).get("error")
+        if not isinstance(error, str):
+            return Fault(Failure.FORGED, f"answered with an error of {reprlib.repr(error)}")
+        return Fault(Failure.FAULT, " ".join(error.split())[:300])
+
+
+def in_trouble(message: str) -> bool:
+    """Whether a message of CUDA's speaks of the device. A candidate's launch code can give any message."""
+    return any(word in message.lower() for word in _TROUBLE)
 
 
 def _reap(process: Child) -> None:
     with suppress(SandboxError):
         process.wait()
+
+
+def _inputs(placement: Placement) -> list[Buffer]:
+    """Those that digests are made of, in their order."""
+    return [buffer for buffer in placement.buffers if buffer.role == "input"]
 
 
 def _part(buffer: Buffer, axis: int, begin: int, end: int) -> Buffer:
@@ -663,9 +679,8 @@ class Spares:
     def take(self) -> CudaProcess:
         """A fresh process; its successor starts at once. Raises SandboxError, OSError."""
         while True:
-            future = self._ready.popleft()
-            self._start()
-            process = future.result()
+            self._start()  # first: so the queue is never empty, however many take at once
+            process = self._ready.popleft().result()
             if process.alive:
                 return process
             process.close()

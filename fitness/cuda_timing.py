@@ -20,16 +20,17 @@ One candidate is timed at a time (`Shared.window`). Others are built, gated, lai
 
 The candidate's launch code runs in the process that reads the events, so what it reports is cross-checked:
 
-- a graph without kernels means launches on another stream, outside the events: FORGED;
-- graph and plain call may differ by `us` and `part` of the time, in the median: else FORGED, by name
-  "quarantined";
-- no report can exceed what the parent waited, and the shortest wait beyond a burst's report cannot exceed the
-  baseline's by more than `hidden_us` a call and `hidden` of the time: else FORGED;
-- nor may a replay on values that were not seen before take `unseen` of the median longer: else FORGED;
-- nor can a time lie below what moving the workload's bytes takes at the device's own copy bandwidth, what
-  the L2 may hold left out.
+- a graph without kernels means launches on another stream, outside the events;
+- no report can exceed what the parent waited;
+- no time can lie below what moving the workload's bytes takes at the device's own copy bandwidth, what the L2
+  may hold left out;
+- graph and plain call may differ by `us` and `part` of the time, in the median: else it is "quarantined";
+- the shortest wait beyond a burst's report cannot exceed the baseline's by more than `hidden_us` a call and
+  `hidden` of the time;
+- nor may a replay on values that were not seen before take `unseen` of the median longer.
 
-All but the first and the last (`Bands`) must fail in two blocks of two, the second without a race.
+All of these are FORGED: the first three at once, the others (`Bands`) when they fail in two blocks of two,
+the second without a race.
 """
 
 import multiprocessing
@@ -534,10 +535,9 @@ class CudaTimer:
             spec = specialization(self.operator, target.workload)
             entries = self.operator.gate_cases(spec, "screen")
             cases = (self.cases.fresh(entry.workload, rng) for entry in entries)
-            case = next(case for case in cases if _has_work(case))
+            case = next(case for case in cases if has_work(case))
             placement = candidate.place(target.index, case)
-            wall_us, _ = candidate.runner.host_cost_us(target.index, placement, self.plan.empty_calls)
-            costs.append(wall_us)
+            costs.append(candidate.runner.host_cost_us(target.index, placement, self.plan.empty_calls))
         return max(costs)
 
     def _accept(self, blocks: Sequence[_Block], host_call_us: float) -> Timed | Failed:
@@ -577,7 +577,8 @@ def _compared(spread: Spread, copy: int, outputs: dict[str, Any]) -> Any:
     return spread.worst(copy, outputs)
 
 
-def _has_work(case: Case) -> bool:
+def has_work(case: Case) -> bool:
+    """Whether no output is empty."""
     return all(0 not in shape for shape, _ in filter(None, case.outputs.values()))
 
 

@@ -1,5 +1,6 @@
 """The GPU's judge with the processor in the GPU's place: whole evaluations, one process per candidate."""
 
+import json
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -10,21 +11,23 @@ from typing import Any
 
 import pytest
 
-from evotune.errors import DeviceLost
+from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness import _cuda_child as child
 from evotune.fitness import cuda_runner
 from evotune.fitness.build import BuildPlan
 from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
 from evotune.fitness.cuda_runner import CudaCell, CudaProcess
-from evotune.fitness.cuda_timing import Bands
+from evotune.fitness.cuda_timing import Bands, has_work
 from evotune.fitness.evaluation import Evaluation
 from evotune.fitness.gate import GateLimits, GateReport
 from evotune.fitness.host_toolchain import HostToolchain
-from evotune.fitness.judge import Confirmation, Problem
+from evotune.fitness.judge import CompiledEvaluator, Confirmation, Problem, _Stop
 from evotune.fitness.lease import Gpu, Lease
 from evotune.fitness.link import Linker
 from evotune.fitness.objectives import OBJECTIVES
+from evotune.fitness.operator import Case
 from evotune.fitness.outcome import Failed, Failure, Passed, Retry, Stage
+from evotune.fitness.runner import Fault
 from evotune.fitness.sandbox import Sandbox
 from evotune.fitness.timing import TimingPlan
 from evotune.fitness.toolchain import Toolchain
@@ -190,6 +193,77 @@ def test_a_timeout_on_a_loaded_machine_is_no_verdict(
     assert "while the default kernel's answer took" in outcome.reason
 
 
+_OUT_OF_MEMORY = Failed(Failure.FAULT, Stage.SMOKE, "RuntimeError: CUDA error: out of memory")
+
+
+def test_trouble_of_the_device_is_believed_when_others_meet_it(
+    evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate's own word alone fails it, else it would be tried again on every resume."""
+
+    def saying(*_: object) -> None:
+        raise _Stop(_OUT_OF_MEMORY)
+
+    def failing(*_: object) -> float:
+        raise Fault(Failure.FAULT, "uncorrectable ECC error")
+
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)  # the baseline stands
+    monkeypatch.setattr(evaluator, "_judge_built", saying)
+    found = failed(evaluator.submit(candidate()).result())
+    assert (found.failure, found.detail) == (Failure.FAULT, _OUT_OF_MEMORY.detail)
+    monkeypatch.setattr(CudaProcess, "copy_bytes_per_us", failing)
+    outcome = evaluator.submit(candidate()).result().outcome
+    assert isinstance(outcome, Retry)
+    assert "uncorrectable ECC error" in outcome.reason
+
+
+def test_what_never_ran_on_the_device_is_not_asked_of_it(
+    evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(evaluator, "_canary_now", asked)
+    for unasked in (
+        Failed(Failure.TIMEOUT, Stage.BUILD, "took more than 60 s"),
+        Failed(Failure.REFUSED, Stage.INSPECT, "calls nvlink_no_device"),
+        Failed(Failure.FAULT, Stage.SMOKE, "RuntimeError: CUDA error: an illegal memory access"),
+        Failed(Failure.WRONG, Stage.SMOKE, "out of memory"),
+    ):
+        assert evaluator._blamed(unasked) is unasked
+    with pytest.raises(AssertionError):
+        evaluator._blamed(_OUT_OF_MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"), [("uncorrectable ECC error", SandboxError), ("o is not a number", StudyError)]
+)
+def test_the_baselines_word_on_the_device_is_believed(
+    evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch, said: str, raised: type[Exception]
+) -> None:
+    def failing(*_: object) -> None:
+        raise StudyError(f"the template's default kernel fails: {said}")
+
+    monkeypatch.setattr(CompiledEvaluator, "_time", failing)
+    with pytest.raises(raised, match=said):
+        evaluator._time(None, None)  # type: ignore[arg-type]  # nothing is asked of them
+
+
+def test_a_sanitizer_watches_calls_that_have_work(evaluator: FakeEvaluator) -> None:
+    class Noting:
+        def __init__(self) -> None:
+            self.cases: list[tuple[int, Case]] = []
+
+        def call(self, index: int, case: Case) -> None:
+            self.cases.append((index, case))
+
+    noting = Noting()
+    evaluator._some_calls(noting)  # type: ignore[arg-type]
+    assert all(has_work(case) for _, case in noting.cases)
+    rungs = {entry.rung for entry in evaluator._operator.gate_cases(evaluator._specs[0], "screen")}
+    assert [index for index, _ in noting.cases].count(0) == len(rungs)
+
+
 def test_only_large_problems_are_wrong(evaluator: FakeEvaluator) -> None:
     """What the gate's small cases do not show is seen in the timed calls' own outputs."""
     bad = candidate((MARK, MARK.replace("{\n", "{\n    if (T == 82 && HV == 4) scale *= 1.5f;\n", 1)))
@@ -252,8 +326,11 @@ def test_verify_explain_and_confirm(evaluator: FakeEvaluator) -> None:
     report = evaluator.explain(candidate(), "screen")
     assert isinstance(report, GateReport)
     assert report.failed is None
+    lease = FakeEvaluator.folder / "evotune-none.lease"
+    lease.write_text("long silent")
     confirmed = evaluator.confirm(candidate(), blocks=1)
     assert isinstance(confirmed, Confirmation), confirmed
+    assert json.loads(lease.read_text())["until"] > time.time()
     assert set(confirmed.naive_us[0]) == {"four heads", "grouped"}
     verified = evaluator.verify(confirmed.artifacts, "screen")
     assert isinstance(verified, GateReport)
@@ -285,6 +362,7 @@ def test_a_study_says_what_built_objects_may_take(tmp_path: Path, monkeypatch: p
     with pytest.raises(Opened) as told:
         FakeEvaluator(problem, list(OBJECTIVES.values()), settings=settings, cache=tmp_path)
     assert told.value.args == (tmp_path, 7 << 20)
+    Lease(Gpu("processor", "none", 0), tmp_path).close()  # the GPU is not held by an evaluator that is none
 
 
 def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
