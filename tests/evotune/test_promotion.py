@@ -525,9 +525,11 @@ def test_killed_inside_a_contest_it_is_held_again(tmp_path: Path, block: int) ->
 
 
 def test_a_study_with_more_trials_keeps_its_champions_and_crowns_anew(tmp_path: Path) -> None:
-    setup = setup_of(study_file(tmp_path), trials=12)
+    # The whole of the running time: how long forty candidates take here must not decide.
+    share = ("[mutation]", "[promotion]\nshare = 1.0\nconfirmation_blocks = 8\n\n[mutation]")
+    setup = setup_of(study_file(tmp_path, share), trials=12)
     first = run_study(setup).history
-    loop = run_study(setup_of(study_file(tmp_path), trials=40), resumed=True)
+    loop = run_study(setup_of(study_file(tmp_path, share), trials=40), resumed=True)
     assert loop.history.contests[: len(first.contests)] == first.contests
     assert len(loop.history.contests) > len(first.contests)
     levels = [c.level for c in loop.history.contests]
