@@ -87,7 +87,11 @@ class History:
         return max(told, default=0.0)
 
     def added(self, branch: str) -> BranchAdded:
-        return next(b for b in self.branches if b.id == branch)
+        """The record of a branch. Raises StudyError when there is none."""
+        for record in self.branches:
+            if record.id == branch:
+                return record
+        raise StudyError(f"the journal names a branch {branch} that was never added")
 
     def of(self, branch: str) -> list[Entry]:
         """Candidates of a branch."""

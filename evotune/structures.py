@@ -140,8 +140,10 @@ def _check(proposal: Proposal, before: History, request: Request) -> None:
     """What holds for every structure, whoever proposed it. Raises PatchError or ProposalError."""
     if digest(proposal.source) in request.tried:
         raise ProposalError("the proposed source was tried before", "repeated")
-    if proposal.parent not in {branch.id for branch in before.branches}:
-        raise ProposalError(f"the proposal's parent {proposal.parent} is unknown", "unknown_parent")
+    known = {branch.id for branch in before.branches}
+    for parent in (proposal.parent, proposal.other_parent):
+        if parent is not None and parent not in known:
+            raise ProposalError(f"the proposal's parent {parent} is unknown", "unknown_parent")
     if frame(proposal.source) != frame(before.added(proposal.parent).source):
         raise PatchError("the proposal changes text outside the evolvable stages")
 

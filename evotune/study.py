@@ -17,7 +17,7 @@ from typing import Protocol
 
 from evotune import notes, promotion
 from evotune.controller import Plan, Slot, decide
-from evotune.errors import DeviceLost, EvotuneError, SandboxError, StudyError
+from evotune.errors import EvotuneError, SandboxError, StudyError
 from evotune.fitness.evaluation import Evaluation, Evaluator
 from evotune.fitness.outcome import Failed, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
@@ -235,7 +235,8 @@ class StudyRun:
         return flights
 
     def _land(self, flights: Sequence[Flight]) -> None:
-        """Collect a step's results. Raises what ends the run, once all are there."""
+        """Collect a step's results. Raises what ends the run, once all are recorded and told; at once what
+        keeps them from being recorded."""
         trouble: EvotuneError | None = None
         for ask, future in flights:
             trouble = self._collect(ask, future) or trouble
@@ -259,7 +260,7 @@ class StudyRun:
         trouble: EvotuneError | None = None
         try:
             evaluation = future.result()
-        except (DeviceLost, SandboxError) as error:
+        except EvotuneError as error:  # none of them is the candidate's fault: it is asked for again
             evaluation, trouble = Evaluation(Retry(str(error))), error
         judged = Judged(
             step=asked.step,

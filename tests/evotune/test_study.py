@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.outcome import Failed, Failure, Outcome, Retry, Stage
 from evotune.history import Entry, History, fold
 from evotune.journal import FILE, read
+from evotune.mutators.mutator import Proposal, Request
 from evotune.opening import begin, resume
 from evotune.promotion import Turn, titles
 from evotune.records import Asked, BranchAdded, Confirmation, Contest, Judged, Refusal
@@ -27,7 +29,16 @@ from evotune.report import status
 from evotune.setup import Setup
 from evotune.study import End, Stop, StudyRun
 from evotune.trials import JOURNAL_FILE, storage_at
-from tests.evotune.toy import ToyDevice, found, meetings, mutators, run_study, setup_of, study_file
+from tests.evotune.toy import (
+    ToyDevice,
+    ToyMutator,
+    found,
+    meetings,
+    mutators,
+    run_study,
+    setup_of,
+    study_file,
+)
 
 WRONG = Failed(Failure.WRONG, Stage.EDGES, "o, head 0", case="odd T", log="a line\n" * 3)
 
@@ -207,6 +218,54 @@ def test_a_lost_device_ends_the_run_and_nothing_is_charged(tmp_path: Path) -> No
     loop = run_study(setup, resumed=True)
     assert len(loop.history.entries) == 16
     assert all(entry.judged and not isinstance(entry.judged.outcome, Retry) for entry in loop.history.entries)
+
+
+@pytest.mark.parametrize("trouble", [StudyError, SandboxError, DeviceLost])
+def test_what_ends_the_run_leaves_the_rest_of_its_step_recorded_and_told(
+    tmp_path: Path, trouble: type[Exception]
+) -> None:
+    """The third candidate of the second step: four of them were asked for, and three have a result."""
+    setup = setup_of(study_file(tmp_path), trials=9)
+    with pytest.raises(trouble, match="the default kernel fails"):
+        run_study(setup, ToyDevice(setup, {3: trouble("the default kernel fails")}))
+    history = fold(read(setup.directory).records)
+    assert [entry.asked.index for entry in history.entries if entry.judged is None] == [3]
+    assert len(history.judged) == 4
+    states = [trial.state for trial in optuna_study(setup.directory).trials]
+    assert TrialState.RUNNING not in states
+    assert states.count(TrialState.FAIL) == 1
+    assert len(run_study(setup, resumed=True).history.judged) == 9
+
+
+class Stray:
+    """Crosses a branch with one that nobody knows."""
+
+    name = "stray"
+
+    def propose(self, request: Request) -> Proposal:
+        return replace(ToyMutator().propose(request), other_parent="b77")
+
+    def repair(self, request: Request, proposal: Proposal, failed: Failed) -> None:
+        return None
+
+
+def test_a_second_parent_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    setup = setup_of(study_file(tmp_path), trials=14)
+    opened, device = begin(setup), ToyDevice(setup)
+    loop = StudyRun(opened, device, dict.fromkeys(setup.config.mutation.operators, Stray()))
+    loop.run()
+    device.close()
+    opened.close()
+    assert [branch.id for branch in loop.history.branches] == ["b00"]
+    assert {refusal.problem for refusal in loop.history.refusals} == {"unknown_parent"}
+    assert "parent b77 is unknown" in loop.history.refusals[0].detail
+
+
+def test_a_journal_that_names_an_unknown_branch_is_an_error_that_says_so(whole: StudyRun) -> None:
+    history = whole.history
+    stray = replace(history.branches[1], other_parent="b77")
+    with pytest.raises(StudyError, match="names a branch b77 that was never added"):
+        replace(history, branches=(history.branches[0], stray)).relatives(stray.id)
 
 
 def test_a_broken_baseline_ends_the_study_in_one_line(tmp_path: Path) -> None:
