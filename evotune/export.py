@@ -2,8 +2,9 @@
 
 Chosen are the kernels of the front, best ranked first up to a limit, and for every workload the fastest. Each
 is built from source with an empty cache, passes the full gate and is timed in blocks against the default
-kernel and the numpy form, in a process and on inputs of its own that no choice was made with. What fails any
-of this is left out and named. A published ratio is the median over blocks of the block's ratio of medians,
+kernel and the numpy form, in a process and on inputs of its own that no choice was made with. A GPU's kernel
+then runs some gate cases under compute-sanitizer, where that is installed. What fails any of this is left out
+and named. A published ratio is the median over blocks of the block's ratio of medians,
 with an order-statistic interval: exact for any distribution when blocks are independent.
 """
 
@@ -39,6 +40,7 @@ from evotune.manifest import (
     KernelManifest,
     LeftOut,
     ObjectEntry,
+    SanitizerEntry,
     SpecializationEntry,
     Timing,
     WorkloadEntry,
@@ -217,16 +219,29 @@ class _Place:
         held: list[Exported] = []
         left_out: list[LeftOut] = []
         for number, kernel in enumerate(chosen, start=1):
-            verdict = self._confirm(kernel)
-            if isinstance(verdict, Failed):
-                left_out.append(LeftOut(id=kernel.id, number=kernel.number, reason=verdict.told))
-                self.job.say(f"{number}/{len(chosen)} {kernel.id} left out: {verdict.told}")
+            judged = self._judge(kernel)
+            if isinstance(judged, str):
+                left_out.append(LeftOut(id=kernel.id, number=kernel.number, reason=judged))
+                self.job.say(f"{number}/{len(chosen)} {kernel.id} left out: {judged}")
                 continue
-            held.append(self._exported(kernel, verdict))
-            timings = held[-1].manifest.evidence.timings
-            shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in timings)
-            self.job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}")
+            held.append(judged)
+            evidence = judged.manifest.evidence
+            shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in evidence.timings)
+            watched = f"; {evidence.sanitizer.line}" if evidence.sanitizer else ""
+            self.job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}{watched}")
         return held, left_out
+
+    def _judge(self, kernel: Chosen) -> Exported | str:
+        """The kernel as exported, or why it is left out."""
+        verdict = self._confirm(kernel)
+        if isinstance(verdict, Failed):
+            return verdict.told
+        watched = self.target.sanitized(self.evaluator, self._candidate(kernel))
+        if isinstance(watched, Failed):
+            return watched.told
+        if watched is not None and watched.complaint:
+            return watched.complaint
+        return self._exported(kernel, verdict, watched)
 
     def _confirm(self, kernel: Chosen) -> Confirmation | Failed:
         """Trouble that is not the kernel's is tried again; when it stays, nobody can be exported here."""
@@ -243,7 +258,7 @@ class _Place:
         branch = self.job.history.added(asked.branch).branch
         return Candidate(branch, self.job.setup.space.decode(asked.knobs))
 
-    def _exported(self, kernel: Chosen, verdict: Confirmation) -> Exported:
+    def _exported(self, kernel: Chosen, verdict: Confirmation, watched: SanitizerEntry | None) -> Exported:
         """Manifest and files of a kernel that held."""
         setup, candidate, target = self.job.setup, self._candidate(kernel), self.target
         contents = {target.source: candidate.branch.source.encode()}
@@ -275,7 +290,7 @@ class _Place:
             versions=dict(self.versions),
             cpu=self.cpu,
             gpu=self.gpu,
-            evidence=_evidence(verdict),
+            evidence=_evidence(verdict, watched),
             licence=target.licence(branch.origin),
             resembles=resemblances(candidate.branch.source, setup.template.source),
         )
@@ -346,7 +361,7 @@ def _lineage(history: History, branch: str) -> Iterator[Ancestor]:
     yield Ancestor(branch=added.id, origin=added.origin, note=added.note)
 
 
-def _evidence(verdict: Confirmation) -> Evidence:
+def _evidence(verdict: Confirmation, watched: SanitizerEntry | None) -> Evidence:
     timings = []
     for i, first in enumerate(verdict.blocks[0].measurements):
         measured = [block.measurements[i] for block in verdict.blocks]
@@ -371,6 +386,7 @@ def _evidence(verdict: Confirmation) -> Evidence:
         worst_error=max(errors),
         host_call_us=median(block.host_call_us for block in verdict.blocks),
         timings=tuple(timings),
+        sanitizer=watched,
     )
 
 

@@ -141,6 +141,37 @@ class Timing(_Model):
     blocks: tuple[Block, ...]
 
 
+class SanitizerEntry(_Model):
+    """What compute-sanitizer found when the kernel ran some gate cases under it, at export.
+
+    Attributes:
+        found: tool, such as "racecheck" → its first complaint; "" for none.
+        absent: why it was not run; "" when it was.
+    """
+
+    found: Annotated[dict[Name, Text], Field(max_length=16)]
+    absent: Text = ""
+
+    @property
+    def complaint(self) -> str:
+        """The first; "" when there is none. In a line that a terminal can be trusted with."""
+        told = next(((name, what) for name, what in self.found.items() if what), None)
+        return f"compute-sanitizer's {told[0]} found {_quoted(told[1])}" if told else ""
+
+    @property
+    def line(self) -> str:
+        """All of it, as `complaint`."""
+        if self.complaint:
+            return self.complaint
+        if self.absent or not self.found:
+            return f"compute-sanitizer was not run at export: {_quoted(self.absent or 'nobody says why')}"
+        return f"compute-sanitizer at export: {', '.join(self.found)} found nothing"
+
+
+def _quoted(text: str) -> str:
+    return repr(text[:400])
+
+
 class Evidence(_Model):
     """Why to believe it.
 
@@ -150,6 +181,7 @@ class Evidence(_Model):
             after the build.
         worst_error: largest error over its derived bound, at most 1.
         host_call_us: cost of a call on an empty problem.
+        sanitizer: None for a target that has no such tool.
     """
 
     level: Literal["full"]
@@ -157,6 +189,7 @@ class Evidence(_Model):
     worst_error: Annotated[float, Field(ge=0, le=1)]
     host_call_us: Annotated[float, Field(ge=0)]
     timings: tuple[Timing, ...]
+    sanitizer: SanitizerEntry | None = None
 
 
 class Ancestor(_Model):

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from evotune import __version__, devices
 from evotune.fitness.operator import Operator
-from evotune.manifest import Gpu, WorkspaceTerm
+from evotune.fitness.outcome import Failed
+from evotune.manifest import Gpu, SanitizerEntry, WorkspaceTerm
+from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Language, Specialization
 from evotune.setup import Setup
 from evotune.workbench import Bench
@@ -59,6 +61,11 @@ class Target(ABC):
 
     def workspace(self, setup: Setup, knobs: Any, spec: Specialization) -> tuple[WorkspaceTerm, ...] | None:
         """What a caller must hand over, as data; None where the library tells it. Raises StudyError."""
+        return None
+
+    def sanitized(self, evaluator: Any, candidate: Candidate) -> SanitizerEntry | Failed | None:
+        """What a tool that watches memory and threads says of a candidate that `evaluator` confirmed; None
+        where the target has no such tool, Failed where it does not build."""
         return None
 
     def versions(self) -> dict[str, str]:
@@ -112,6 +119,12 @@ class Hopper(Target):
         from evotune.fitness.device import described
 
         return Gpu(**vars(described(evaluator.gpu.uuid)))
+
+    def sanitized(self, evaluator: Any, candidate: Candidate) -> SanitizerEntry | Failed | None:
+        found = evaluator.sanitize(candidate)
+        if isinstance(found, Failed):
+            return found
+        return SanitizerEntry(found=dict(found.found), absent=found.absent)
 
     def workspace(self, setup: Setup, knobs: Any, spec: Specialization) -> tuple[WorkspaceTerm, ...] | None:
         """From the template, which alone knows; one that says nothing needs nothing."""

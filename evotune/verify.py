@@ -47,6 +47,7 @@ class Finding:
         worst_error: largest error over bound in the gate; None when it did not get that far.
         relinked: whether our link of the objects gives the shipped libraries; None when nothing was linked.
         rebuilt: whether a rebuild from source gives the same objects; None when nothing was built.
+        sanitizer: what the manifest says of compute-sanitizer, which is not run again; "" off a GPU.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Finding:
     worst_error: float | None = None
     relinked: bool | None = None
     rebuilt: bool | None = None
+    sanitizer: str = ""
     kernel: bool = False
 
     @property
@@ -64,7 +66,9 @@ class Finding:
         if not self.kernel:
             return f"{self.name}: ours"
         return f"{self.name}: " + "; ".join(
-            word for word in (self._gate_word, _LINKED[self.relinked], _REBUILT[self.rebuilt]) if word
+            word
+            for word in (self._gate_word, _LINKED[self.relinked], _REBUILT[self.rebuilt], self.sanitizer)
+            if word
         )
 
     @property
@@ -225,6 +229,8 @@ class _Judge:
             raise _Broken(f"is for {says}, the index says {self.index.target}")
         if problem := self.bench.misplaced(manifest):
             raise _Broken(problem)
+        if (watched := manifest.evidence.sanitizer) and watched.complaint:
+            raise _Broken(f"its own manifest says: {watched.complaint}")
         objects = {_specialization(built): built for built in manifest.objects}
         if len(objects) < len(manifest.objects):
             raise _Broken("two of its objects are for the same specialization")
@@ -235,7 +241,14 @@ class _Judge:
         same = [self._adopted(built, contents, manifest) for built in objects.values()]
         error = None if self.bench.unable.run else self._gate(objects, contents, manifest)
         rebuilt = self._rebuilds(objects, contents, manifest)
-        return Finding(id, worst_error=error, relinked=_all(same), rebuilt=rebuilt, kernel=True)
+        return Finding(
+            id,
+            worst_error=error,
+            relinked=_all(same),
+            rebuilt=rebuilt,
+            sanitizer=_sanitizer(manifest),
+            kernel=True,
+        )
 
     def _adopted(
         self, built: ObjectEntry, contents: dict[str, bytes], manifest: KernelManifest
@@ -278,6 +291,13 @@ class _Judge:
                     raise _Broken("its source, built here with the same toolchain, gives another object")
                 return False
         return True
+
+
+def _sanitizer(manifest: KernelManifest) -> str:
+    """What it says of compute-sanitizer; on a GPU, that it says nothing."""
+    if manifest.evidence.sanitizer is not None:
+        return manifest.evidence.sanitizer.line
+    return "its manifest says nothing of compute-sanitizer" if manifest.gpu else ""
 
 
 def _all(same: Sequence[bool | None]) -> bool | None:

@@ -66,6 +66,7 @@ LATE = 0.25
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _SANITIZER_S = 60.0
+_LONGEST = 400  # of a complaint: a kernel's mangled name may have thousands of letters
 _SWITCH_S = 0.0005
 
 
@@ -91,9 +92,10 @@ class CudaSettings:
 
 @dataclass(frozen=True)
 class Sanitized:
-    """What compute-sanitizer said of a candidate: tool → "" (clean), or its first complaint.
+    """What compute-sanitizer said of a candidate: tool → "" (clean), or its first complaint, with which the
+    rest was not run any more.
 
-    `absent` says in a line why it was not run.
+    `absent` says in a line why it was not run at all.
     """
 
     found: Mapping[str, str] = field(default_factory=dict)
@@ -217,7 +219,12 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
 
         def work() -> Sanitized:
             artifacts = collected(builds)
-            return Sanitized({name: self._complaint(tool, name, artifacts) for name in SANITIZERS})
+            found: dict[str, str] = {}
+            for name in SANITIZERS:
+                found[name] = self._complaint(tool, name, artifacts)
+                if found[name]:
+                    break  # trouble of the machine at a later tool must not hide it
+            return Sanitized(found)
 
         found = self._ask(work)
         return Sanitized(absent=found.reason) if isinstance(found, Retry) else found
@@ -245,7 +252,9 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
                     return f"{fault.failure}: {fault.detail}"
                 process.finish(_SANITIZER_S)
             report = read_output(scratch / "report.txt", 1 << 20)
-        return complaint((report or b"").decode(errors="replace"))
+        if not report:
+            raise SandboxError(f"compute-sanitizer's {name} wrote no report")
+        return complaint(report.decode(errors="replace"))
 
     def _some_calls(self, session: Session[CudaProcess]) -> None:
         """Of each object the first gate case of every rung that has work."""
@@ -461,7 +470,7 @@ def complaint(report: str) -> str:
     told = [
         line for line in lines if line and not line.startswith(("COMPUTE-SANITIZER", "Target application"))
     ]
-    return next(iter(told), summary)
+    return next(iter(told), summary)[:_LONGEST]
 
 
 def _compute_sanitizer() -> Path | None:

@@ -15,7 +15,7 @@ from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness import _cuda_child as child
 from evotune.fitness import cuda_runner
 from evotune.fitness.build import BuildPlan
-from evotune.fitness.cuda import CudaEvaluator, CudaSettings, complaint
+from evotune.fitness.cuda import SANITIZERS, CudaEvaluator, CudaSettings, Sanitized, complaint
 from evotune.fitness.cuda_runner import CudaCell, CudaProcess
 from evotune.fitness.cuda_timing import Bands, has_work
 from evotune.fitness.evaluation import Evaluation
@@ -373,12 +373,16 @@ def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.Monk
     assert "not installed" in found.absent
 
 
-def test_buffers_apart_give_the_same_answers(evaluator: FakeEvaluator, tmp_path: Path) -> None:
-    """The judge under a memory checker, played by a command that writes a clean report and runs the rest."""
-    tool = tmp_path / "checker"
-    tool.write_text('#!/bin/sh\nshift 4\necho "========= ERROR SUMMARY: 0 errors" > report.txt\nexec "$@"\n')
+CLEAN = 'echo "========= ERROR SUMMARY: 0 errors" > report.txt'
+
+
+def sanitized(evaluator: FakeEvaluator, folder: Path, script: str) -> Sanitized:
+    """The judge under a checker, played by a shell script: $2 is the tool's name, a report is written, and
+    the rest of the command line goes on."""
+    tool = folder / "checker"
+    tool.write_text(f'#!/bin/sh\n{script}\nshift 4\nexec "$@"\n')
     tool.chmod(0o755)
-    tmp_path.chmod(0o755)
+    folder.chmod(0o755)
     shown = evaluator._cell
     evaluator._cell = replace(shown, sandbox=_Showing(shown.sandbox, tool))  # type: ignore[arg-type]
     try:
@@ -387,8 +391,34 @@ def test_buffers_apart_give_the_same_answers(evaluator: FakeEvaluator, tmp_path:
             found = evaluator.sanitize(candidate())
     finally:
         evaluator._cell = shown
-    assert not isinstance(found, Failed)
-    assert found.clean, found
+    assert isinstance(found, Sanitized)
+    return found
+
+
+def test_buffers_apart_give_the_same_answers(evaluator: FakeEvaluator, tmp_path: Path) -> None:
+    found = sanitized(evaluator, tmp_path, CLEAN)
+    assert found.clean
+    assert found.found == dict.fromkeys(SANITIZERS, "")
+
+
+def test_trouble_after_a_complaint_does_not_hide_it(evaluator: FakeEvaluator, tmp_path: Path) -> None:
+    race = 'echo "========= Race reported"; echo "========= RACECHECK SUMMARY: 1 hazard displayed"'
+    script = f"case $2 in memcheck) {CLEAN};; racecheck) ({race}) > report.txt;; *) exit 1;; esac"
+    found = sanitized(evaluator, tmp_path, script)
+    assert not found.clean
+    assert (found.found, found.absent) == ({"memcheck": "", "racecheck": "Race reported"}, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"), [("true", "memcheck wrote no report"), ("exit 1", "did not start")]
+)
+def test_trouble_of_a_tool_is_not_the_candidates(
+    evaluator: FakeEvaluator, tmp_path: Path, script: str, why: str
+) -> None:
+    found = sanitized(evaluator, tmp_path, script)
+    assert not found.clean
+    assert found.found == {}
+    assert why in found.absent
 
 
 class _Showing:
@@ -412,3 +442,6 @@ def test_what_a_sanitizer_says() -> None:
     assert complaint(clean) == complaint(race) == ""
     assert complaint(bad) == "Invalid __global__ write of size 4 bytes"
     assert complaint("") == "ended without a summary"
+    warned = "========= Warning: Race reported\n========= RACECHECK SUMMARY: 1 hazard (0 errors, 1 warning)"
+    assert complaint(warned) == "Warning: Race reported"
+    assert len(complaint(bad.replace("Invalid", "Invalid" * 1000))) == 400
