@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 
 ALLOWED = (
     "needs a CUDA device",
+    "needs two CUDA devices",
     "full form: run with --full",
     "measured spaces are not at hand",
     "needs clang",  # a second compiler; gcc's form of the same tests is required

@@ -97,6 +97,8 @@ def test_the_order_statistic_bounds_the_quantile_as_surely_as_it_says(n: int, qu
 def test_too_few_blocks_resolve_nothing() -> None:
     assert upper_rank(4, 0.72, 0.9) is None
     assert noise([0.01] * 4).resolution(0.86) == math.inf
+    told = Calibration({}, "now", {"one": noise([0.01] * 4)}, 0.05, 32).as_json()
+    assert told["groups"]["one"]["resolution"] is None  # JSON has no infinity
 
 
 @pytest.mark.parametrize(
