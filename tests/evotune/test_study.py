@@ -310,7 +310,7 @@ def test_the_time_limit_counts_all_sessions(tmp_path: Path, monkeypatch: pytest.
     judged = len(first.history.entries)
     assert 2 <= judged < 40
     assert len(run_study(setup, resumed=True).history.entries) == judged
-    assert first.history.elapsed_s >= 0.3
+    assert first.history.elapsed_s >= 0.25  # promotions are reserved half of the limit at most
 
 
 def test_stopping_finishes_the_step_and_resuming_changes_nothing(whole: StudyRun, tmp_path: Path) -> None:
