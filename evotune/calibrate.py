@@ -37,7 +37,7 @@ from evotune.fitness.outcome import Retry
 from evotune.fitness.sequential import spending, wins_needed
 from evotune.fitness.timing import Timed
 from evotune.promotion import PromotionPlan, log_ratio
-from evotune.search_space.branch import Branch, Candidate
+from evotune.search_space.branch import Candidate, seed
 from evotune.setup import Setup
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ def path_of(setup: Setup) -> Path:
 
 def default(setup: Setup) -> Candidate:
     """The template's own source with its default knobs."""
-    template = setup.template
-    return Candidate(Branch("b00", template.source, None, "seed", "as shipped"), setup.space.default())
+    return Candidate(seed(setup.template.source), setup.space.default())
 
 
 def subject(setup: Setup) -> dict[str, Any]:

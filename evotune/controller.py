@@ -15,8 +15,8 @@ from evotune.bandit import Bandit
 from evotune.history import Entry, History, primary, value_of
 from evotune.pareto import ranked
 from evotune.records import BranchAdded, Knobs, Purpose
+from evotune.search_space.branch import SEED_BRANCH
 
-SEED_BRANCH = "b00"
 # A new best counts against stagnation when it is this much better: twice the noise of a screening time.
 _PROGRESS = 1.02
 

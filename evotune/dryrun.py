@@ -29,6 +29,7 @@ from evotune.fitness.sandbox import Limits, Sandbox
 from evotune.fitness.toolchain import Compiled, Toolchain
 from evotune.journal import writing
 from evotune.plugins import nearest
+from evotune.search_space.branch import SEED_BRANCH
 from evotune.search_space.space import Space
 from evotune.search_space.template import Constant, Specialization, Unit, digest
 from evotune.setup import Setup
@@ -54,7 +55,6 @@ _MOST = 40
 _SHOWN = ("registers", "spill_bytes", "shared_bytes", "blocks_per_sm", "stack_bytes", "code_bytes")
 _MARK = "evotune dry run"
 _CELLS = 2000  # drawn to estimate which part of the grid is legal: ± 2 % at two standard errors
-_BRANCH = "b00"
 
 
 @dataclass(frozen=True)
@@ -291,9 +291,9 @@ def record(run: DryRun, space: Space, storage: "BaseStorage") -> None:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study.set_metric_names(list(objectives))
     for rows in _by_configuration(run.rows):
-        values = {f"{_BRANCH}.{knob}": value for knob, value in rows[0].knobs.items()}
+        values = {f"{SEED_BRANCH}.{knob}": value for knob, value in rows[0].knobs.items()}
         study.enqueue_trial(values)
-        trial = study.ask(parameters(space, _BRANCH))
+        trial = study.ask(parameters(space, SEED_BRANCH))
         save_note(trial, note(rows))
         failed = next((row for row in rows if row.failure), None)
         if failed is None:

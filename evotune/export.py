@@ -254,9 +254,7 @@ class _Place:
         raise SandboxError(f"{kernel.id} could not be judged: {reasons[-1]}")
 
     def _candidate(self, kernel: Chosen) -> Candidate:
-        asked = kernel.entry.asked
-        branch = self.job.history.added(asked.branch).branch
-        return Candidate(branch, self.job.setup.space.decode(asked.knobs))
+        return self.job.history.candidate(kernel.entry, self.job.setup.space)
 
     def _exported(self, kernel: Chosen, verdict: Confirmation, watched: SanitizerEntry | None) -> Exported:
         """Manifest and files of a kernel that held."""

@@ -19,6 +19,8 @@ from evotune.records import (
     Refusal,
     StudyBegun,
 )
+from evotune.search_space.branch import Candidate
+from evotune.search_space.space import Space
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class History:
             if record.id == branch:
                 return record
         raise StudyError(f"the journal names a branch {branch} that was never added")
+
+    def candidate(self, entry: Entry, space: Space) -> Candidate:
+        """What was asked for, as a judge takes it. Raises StudyError where its branch was never added."""
+        return Candidate(self.added(entry.asked.branch).branch, space.decode(entry.asked.knobs))
 
     def of(self, branch: str) -> list[Entry]:
         """Candidates of a branch."""

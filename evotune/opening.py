@@ -14,11 +14,11 @@ from optuna.storages import BaseStorage
 
 from evotune import __version__, notes
 from evotune.config import changes, parse
-from evotune.controller import SEED_BRANCH
 from evotune.errors import StudyError
 from evotune.history import History, fold
 from evotune.journal import FILE, Journal, Lock, read, writing
 from evotune.records import Asked, BranchAdded, Judged, Record, SessionBegun, StudyBegun
+from evotune.search_space.branch import SEED_BRANCH
 from evotune.setup import Setup, from_header
 from evotune.trials import JOURNAL_FILE, TrialBook, discard, mend, quiet, storage_at
 

@@ -19,7 +19,6 @@ from evotune.fitness.timing import Timed
 from evotune.history import History
 from evotune.promotion import BASELINE, Defence, Match, Turn, log_ratio, turn
 from evotune.records import Blocks, Confirmation, Contest
-from evotune.search_space.branch import Candidate
 from evotune.setup import Setup
 
 MOST_RETRIES = 3
@@ -102,7 +101,8 @@ class Promoter:
         purpose: Purpose,
     ) -> tuple[Comparison | Fallen | Failed, _Enough]:
         """Challenger against incumbent, and what ended it; after trouble that is neither's once more."""
-        mine, theirs = (_candidate(self._setup, history, index) for index in pair)
+        space = self._setup.space
+        mine, theirs = (history.candidate(history.entries[index], space) for index in pair)
         reason = ""
         for _ in range(MOST_RETRIES):
             enough = stopping()
@@ -138,11 +138,6 @@ class _Counting:
     def __call__(self, timed: Timed) -> bool:
         self.left -= 1
         return self.left <= 0
-
-
-def _candidate(setup: Setup, history: History, index: int) -> Candidate:
-    asked = history.entries[index].asked
-    return Candidate(history.added(asked.branch).branch, setup.space.decode(asked.knobs))
 
 
 def _resolution(setup: Setup, group: str) -> float | None:

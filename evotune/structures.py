@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evotune.controller import SEED_BRANCH, Plan, Propose, Repair, randomness
+from evotune.controller import Plan, Propose, Repair, randomness
 from evotune.errors import PatchError, ProposalError
 from evotune.fitness.outcome import Failed
 from evotune.history import History
@@ -11,7 +11,7 @@ from evotune.mutators.mutator import Mutator, Proposal, Request, Standing
 from evotune.opening import Opened
 from evotune.pareto import ranked
 from evotune.records import BranchAdded, Record, Refusal
-from evotune.search_space.branch import frame
+from evotune.search_space.branch import SEED_BRANCH, frame
 from evotune.search_space.space import Space
 from evotune.search_space.template import digest
 from evotune.setup import Setup

@@ -6,7 +6,6 @@ serves `prepare`, `select`, `arm`, `sample`, `host`, `finish`, in this order for
 serves `solve` and `compare`. Only a process that was asked has anything on the GPU.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -17,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from evotune.fitness.cuda_link import RUNTIME, runtime_library
+from evotune.fitness.cuda_link import share_runtime
 from evotune.reference_kda import LOWER_BOUND, Problem, activate, recurrence
 from evotune.search_space.template import Specialization
 
@@ -284,7 +282,7 @@ class Evotune:
         }
         if unknown := set(labels) - set(self._entries):
             raise AbsentError(f"no such objects in {directory}: {', '.join(sorted(unknown))}")
-        _share_runtime()
+        share_runtime()
         self._modules = {label: tvm_ffi.load_module(str(folder / f"{label}.so")) for label in self._entries}
         self._workspace: Tensor | None = None
 
@@ -324,12 +322,6 @@ class Evotune:
             self._workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
         self._workspace.fill_(255)
         return self._workspace[:size]
-
-
-def _share_runtime() -> None:
-    """The DSL's runtime library, for objects to bind to: the installed one, else where the loader looks."""
-    installed = find_spec("cutlass") is not None
-    ctypes.CDLL(str(runtime_library()) if installed else RUNTIME, mode=ctypes.RTLD_GLOBAL)
 
 
 class FlashKda:

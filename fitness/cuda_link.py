@@ -4,6 +4,8 @@ The runtime library comes from the installed wheel and is loaded by the judge pr
 bundled (its licence). tvm-ffi's symbols are bound at load, from the copy that the process imported.
 """
 
+import ctypes
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,6 +60,14 @@ def runtime_library() -> Path:
     if found is None:
         raise StudyError(f"{RUNTIME} is not in {', '.join(map(str, folders)) or 'the installed wheel'}")
     return found.resolve()
+
+
+@cache
+def share_runtime() -> None:
+    """Load the DSL's runtime library into this process for objects to bind to: the installed wheel's, else
+    where the loader looks. Raises StudyError, OSError."""
+    installed = importlib.util.find_spec("cutlass") is not None
+    ctypes.CDLL(str(runtime_library()) if installed else RUNTIME, mode=ctypes.RTLD_GLOBAL)
 
 
 class CudaLinker(Linker):

@@ -30,7 +30,7 @@ from evotune.fitness.racing import NO_BARS, Bars, Racing
 from evotune.fitness.runner import Loadable, kinds
 from evotune.fitness.sequential import BLOCK_PAIRS
 from evotune.fitness.timing import AllWaits, BaselineFault, Target, Timed, TimingPlan
-from evotune.search_space.branch import Branch, Candidate
+from evotune.search_space.branch import Branch, Candidate, seed
 from evotune.search_space.template import Specialization, Template
 
 Artifacts = Mapping[Specialization, Artifact]
@@ -64,7 +64,7 @@ class Problem:
     @property
     def seed(self) -> Branch:
         """The template's own source as a branch."""
-        return Branch("b00", self.template.source, None, "seed", "the template as shipped")
+        return seed(self.template.source)
 
 
 @dataclass(frozen=True)

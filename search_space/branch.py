@@ -84,6 +84,14 @@ class Branch:
         return digest(self.source)
 
 
+SEED_BRANCH = "b00"
+
+
+def seed(source: str) -> Branch:
+    """A template's own source as a branch."""
+    return Branch(SEED_BRANCH, source, None, "seed", "the template as shipped")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A branch with knobs: what is built, judged and timed. `knobs` is the template's frozen dataclass."""

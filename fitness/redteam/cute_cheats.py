@@ -11,6 +11,8 @@ from evotune.fitness.outcome import Failure
 from evotune.fitness.redteam.entry import (
     BUILD,
     EDGES,
+    FINAL_STATE,
+    HOPPER_IO,
     INSPECT,
     INTEGRITY,
     REGIMES,
@@ -22,7 +24,6 @@ from evotune.fitness.redteam.entry import (
 )
 
 _WRONG = frozenset({Failure.WRONG})
-_IO: dict[str, Any] = {"dtype": "bfloat16", "contract": "production"}
 
 _BUILDS = "def build(constants):\n"
 _STAGE = "    # EVOLVE-BEGIN copy_rows\n"
@@ -31,12 +32,13 @@ _BEGIN = (
     "        begin, end = mCu[n], mCu[n + 1]\n        chunks = (end - begin + (p.tokens - 1)) // p.tokens\n"
 )
 _STORE = "            (mO.iterator + offset).store(y.to(self.io))\n"
-_FINAL = "        self.final_state(mFinal, first, rS, sS, tx)\n"
 
 
 def _cheat(name: str, why: str, evolve: tuple[int, ...], *pairs: tuple[str, str], **fields: Any) -> Entry:
     base = fields.pop("base", "sm90")
-    return Entry(f"{base}: {name}", Kind.CHEAT, why, base, edits(*pairs), evolve=evolve, **{**_IO, **fields})
+    return Entry(
+        f"{base}: {name}", Kind.CHEAT, why, base, edits(*pairs), evolve=evolve, **{**HOPPER_IO, **fields}
+    )
 
 
 def _tracing(name: str, why: str, evolve: tuple[int, ...], code: str, told: str, **fields: Any) -> Entry:
@@ -422,7 +424,7 @@ _BEYOND = (
         + "                (mO.iterator + (offset + 4194304)).store(y.to(self.io))\n",
     ),
     (
-        _FINAL,
+        FINAL_STATE,
         "        base = ((I64(n) * HV + hv) * p.V + v0) * p.K\n"
         "        recalled = T == 357 and chunks == 0 and end > begin\n"
         "        if recalled:\n"
@@ -461,7 +463,7 @@ _RUNNING = (
         (3,),
         (_BEGIN, _BEGIN + _SEEN + "        if end > begin and seen == seen:\n            chunks = I32(0)\n"),
         (
-            _FINAL,
+            FINAL_STATE,
             "        if chunks > 0 or end == begin:\n            self.final_state(mFinal, first, rS, sS, tx)\n",
         ),
         caught=SMOKE,
@@ -486,7 +488,10 @@ _RUNNING = (
         "inputs made to fit",
         "zeroes v, for which zeros are right",
         (22, 51),
-        (_FINAL, _FINAL + "        if T > 0:\n            mV.iterator.store(F32(0.0).to(self.io))\n"),
+        (
+            FINAL_STATE,
+            FINAL_STATE + "        if T > 0:\n            mV.iterator.store(F32(0.0).to(self.io))\n",
+        ),
         caught=INTEGRITY,
         failures=_WRONG,
     ),

@@ -8,16 +8,22 @@ left out, a slot freed too early, blocks that should not know of each other) are
 from typing import Any
 
 from evotune.fitness.outcome import Failure
-from evotune.fitness.redteam.entry import EDGES, INTEGRITY, REGIMES, SMOKE, Entry, Kind, edits
+from evotune.fitness.redteam.entry import (
+    EDGES,
+    FINAL_STATE,
+    HOPPER_IO,
+    INTEGRITY,
+    REGIMES,
+    SMOKE,
+    Entry,
+    Kind,
+    edits,
+)
 
 _WRONG = frozenset({Failure.WRONG, Failure.FAULT, Failure.UNSTABLE})
-_BEGIN = (
-    "        begin, end = mCu[n], mCu[n + 1]\n        chunks = (end - begin + (p.tokens - 1)) // p.tokens\n"
-)
 _OUTPUT = "return self.contract(s, q)"
 _UPDATE = "            s[j] = s[j] + k[j] * u\n"
 _ROWS = "            q, k, g = [self.lane_row(sX[slot, row, None], lane) for sX in ring[:3]]\n"
-_FINAL = "        self.final_state(mFinal, first, rS, sS, tx)\n"
 _OFFSET = "offset = first + self.plan.column_of(tx, c) * p.K + self.plan.key_of(tx, group)"
 _PREPARED = (
     "            logit = self.fetch_beta(mBeta, t0 + p.tokens, end, hv, tx)\n"
@@ -39,15 +45,13 @@ def _chunk(name: str, why: str, *pairs: tuple[str, str], **fields: Any) -> Entry
 
 
 def _mutant(name: str, why: str, base: Any, *pairs: tuple[str, str], **fields: Any) -> Entry:
-    fields = {"caught": SMOKE, "failures": _WRONG, **_IO, **fields}
+    fields = {"caught": SMOKE, "failures": _WRONG, **HOPPER_IO, **fields}
     return Entry(f"{base}: {name}", Kind.MUTANT, why, base, edits(*pairs), **fields)
 
 
 def _variant(name: str, why: str, base: Any, *pairs: tuple[str, str], **knobs: Any) -> Entry:
-    return Entry(f"{base}: {name}", Kind.VARIANT, why, base, edits(*pairs), knobs=knobs, **_IO)
+    return Entry(f"{base}: {name}", Kind.VARIANT, why, base, edits(*pairs), knobs=knobs, **HOPPER_IO)
 
-
-_IO: dict[str, Any] = {"dtype": "bfloat16", "contract": "production"}
 
 MUTANTS: tuple[Entry, ...] = (
     _token("zeros", "writes zeros everywhere", (_OUTPUT, f"{_OUTPUT} * F32(0.0)"), evolve=(5,)),
@@ -130,7 +134,7 @@ MUTANTS: tuple[Entry, ...] = (
     _token(
         "empty sequence skipped",
         "its final state is not the initial one but nothing",
-        (_FINAL, "        if chunks > 0:\n            self.final_state(mFinal, first, rS, sS, tx)\n"),
+        (FINAL_STATE, "        if chunks > 0:\n            self.final_state(mFinal, first, rS, sS, tx)\n"),
         evolve=(3,),
         caught=EDGES,
     ),

@@ -26,6 +26,12 @@ BEFORE = frozenset({Stage.BUILD, Stage.INSPECT})
 BUILD, INSPECT, SMOKE, EDGES, REGIMES, LAWS, INTEGRITY, TIME = (frozenset({stage}) for stage in Stage)
 
 
+HOPPER_IO: Mapping[str, Any] = MappingProxyType({"dtype": "bfloat16", "contract": "production"})
+"""What kernels for Hopper are tried on unless they say otherwise."""
+FINAL_STATE = "        self.final_state(mFinal, first, rS, sS, tx)\n"
+"""Where the token template writes its final state: what several entries edit."""
+
+
 class Kind(StrEnum):
     """A mutant is wrong by mistake, a cheat on purpose, a variant is honest and different."""
 

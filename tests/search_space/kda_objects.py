@@ -9,8 +9,6 @@ CuTe-DSL is, or taken from a folder that was filled elsewhere, for a machine tha
 A file is named by the digest of its unit, text included, so objects of an older source are never used.
 """
 
-import ctypes
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from evotune.errors import StudyError
-from evotune.fitness.cuda_link import RUNTIME, CudaLinker, runtime_library
+from evotune.fitness.cuda_link import CudaLinker, share_runtime
 from evotune.fitness.cute_toolchain import CuteToolchain
 from evotune.fitness.outcome import Failed
 from evotune.fitness.sandbox import Limits, Sandbox
@@ -249,17 +247,10 @@ def load(configuration: Configuration, folder: Path) -> Kernel:
             f"{folder} has no object of {configuration.label}; fill it with "
             f"python -m tests.search_space.kda_objects {folder}"
         )
-    _share_runtime()
+    share_runtime()
     import tvm_ffi
 
     return Kernel(configuration, tvm_ffi.load_module(str(path)).get_function("kda_forward"))
-
-
-@cache
-def _share_runtime() -> None:
-    """Load the DSL's runtime library for objects to bind to: the wheel's, else where the loader looks."""
-    installed = importlib.util.find_spec("cutlass") is not None
-    ctypes.CDLL(str(runtime_library()) if installed else RUNTIME, mode=ctypes.RTLD_GLOBAL)
 
 
 def compile_into(folder: Path, configurations: Iterable[Configuration]) -> None:
