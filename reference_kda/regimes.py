@@ -132,10 +132,14 @@ _HOSTILE = (
 
 
 def _gauntlet(base: Values, e: Extents, rng: Rng) -> Values:
-    """One regime after the other in random order, a stretch of tokens each: for shapes tried once."""
-    rounds = -(-e.T // (_STRETCH * len(_HOSTILE)))
+    """One regime after the other in random order, a stretch of tokens each: for shapes tried once.
+
+    Stretches are shorter where there are too few tokens for all regimes: every one must have its turn.
+    """
+    stretch = min(_STRETCH, max(1, e.T // len(_HOSTILE)))
+    rounds = -(-e.T // (stretch * len(_HOSTILE)))
     order = rng.permuted(np.tile(np.arange(len(_HOSTILE)), (rounds, 1)), axis=1).reshape(-1)
-    whose = np.repeat(order, _STRETCH)[: e.T]
+    whose = np.repeat(order, stretch)[: e.T]
     found = {name: array.copy() for name, array in vars(base).items()}
     for number, regime in enumerate(_HOSTILE):
         drawn = vars(REGIMES[regime](base, e, rng))

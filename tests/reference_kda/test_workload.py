@@ -8,6 +8,7 @@ import pytest
 from evotune.errors import StudyError
 from evotune.reference_kda import REGIMES, Workload, activate, draw_inputs, parse_workload
 from evotune.reference_kda.namespace import DTYPES
+from evotune.reference_kda.regimes import Extents, draw
 
 GOOD: dict[str, Any] = {"name": "w", "batch": 2, "length": 8, "heads": 2, "value_heads": 4, "K": 64}
 
@@ -116,3 +117,14 @@ def test_regimes_keep_their_promise(regime: str, contract: str, dtype: str) -> N
     if regime == "mixed":
         assert p.g.min() < -0.1
         assert p.g.max() > -1e-3
+
+
+@pytest.mark.parametrize("tokens", [9, 40, 82, 300])
+def test_a_gauntlet_meets_every_regime_however_short(tokens: int) -> None:
+    """A timed shape is tried on hostile values once: one left out there is asked about by nobody."""
+    for seed in range(40):
+        values = draw("gauntlet", Extents(T=tokens, H=1, HV=2, K=8, V=4), np.random.default_rng(seed))
+        assert (values.g < -4.99).all(axis=(1, 2)).any(), "saturated"
+        assert (values.g == 0).all(axis=(1, 2)).any(), "zero"
+        assert (values.beta == 0.98).all(axis=1).any(), "identical keys"
+        assert ((values.k != 0).sum(axis=2) == 1).all(axis=1).any(), "one-hot keys"
