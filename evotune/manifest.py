@@ -30,6 +30,7 @@ KERNELS = "kernels"
 MANIFEST_LIMIT = 8 * 2**20
 FILE_LIMIT = 64 * 2**20
 LARGEST = 2**40
+WORKSPACE_ALIGNMENT = 128  # bytes
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,120}")
 
@@ -85,8 +86,8 @@ class ObjectEntry(_Model):
         reproducible: whether this build and the one the study judged have the same bytes; None when the
             study's object is gone.
         resources: read from the object, unit in the name.
-        workspace: terms whose sum is what a caller hands over, at least what the kernel needs; None where the
-            library tells it itself.
+        workspace: terms whose sum is what a caller hands over, at least what the kernel needs, from a multiple
+            of `WORKSPACE_ALIGNMENT` bytes on; None where the library tells it itself.
     """
 
     label: Name
@@ -99,8 +100,12 @@ class ObjectEntry(_Model):
     workspace: Annotated[tuple[WorkspaceTerm, ...], Field(max_length=64)] | None = None
 
     def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
-        """For a call of these sizes; 0 where the library tells. Raises KeyError as `WorkspaceTerm.of`."""
-        return sum(term.of(sizes) for term in self.workspace or ())
+        """For a call of these sizes; 0 where the library tells. Raises KeyError as `WorkspaceTerm.of`.
+
+        Whole alignments, as templates ask for: a judge lets a buffer end at a guard, and so must it begin.
+        """
+        total = sum(term.of(sizes) for term in self.workspace or ())
+        return -(-total // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
 
 class Interval(_Model):

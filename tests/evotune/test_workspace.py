@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from evotune.errors import StudyError
+from evotune.manifest import WORKSPACE_ALIGNMENT, ObjectEntry
 from evotune.search_space.space import choices_of
 from evotune.search_space.template import Specialization
 from evotune.search_space.templates.kda_sm90_chunked import TEMPLATE
@@ -52,6 +53,9 @@ def test_it_bounds_what_the_chunked_template_asks(contract: str) -> None:
             assert needs(sizes) <= given
             if T >= 4096:
                 assert given <= 1.05 * needs(sizes) + 4096
+            exported = ObjectEntry.model_construct(workspace=found).workspace_bytes(sizes)
+            assert exported % WORKSPACE_ALIGNMENT == 0, "it would begin anywhere where it ends at a guard"
+            assert given <= exported < given + WORKSPACE_ALIGNMENT
 
 
 @pytest.mark.parametrize(
