@@ -220,10 +220,13 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         def work() -> Sanitized:
             artifacts = collected(builds)
             found: dict[str, str] = {}
-            for name in SANITIZERS:
-                found[name] = self._complaint(tool, name, artifacts)
-                if found[name]:
-                    break  # trouble of the machine at a later tool must not hide it
+            # At once: most of what a tool takes is to start a process with torch under it.
+            with ThreadPoolExecutor(len(SANITIZERS), thread_name_prefix="sanitizer") as tools:
+                asked = {name: tools.submit(self._complaint, tool, name, artifacts) for name in SANITIZERS}
+                for name, said in asked.items():
+                    found[name] = said.result()
+                    if found[name]:
+                        break  # trouble of the machine at a later tool must not hide it
             return Sanitized(found)
 
         found = self._ask(work)
