@@ -5,12 +5,15 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
+from sqlalchemy.exc import SQLAlchemyError
 
 from evotune import __version__, notes
 from evotune.config import changes, parse
@@ -46,31 +49,37 @@ class Opened:
 
 
 def begin(setup: Setup) -> Opened:
-    """Make the study directory and its first records. Raises StudyError; then nothing new is left behind."""
-    directory = setup.directory
+    """Make the study directory and its first records. Raises StudyError; then, and when it is interrupted,
+    nothing new is left behind, so that the same command begins it again."""
+    directory, name = setup.directory, setup.config.study.name
     quiet()
-    with writing(directory), _new_directory(directory), _locked(directory) as lock:
+    with writing(directory), _answering(), ExitStack() as undo:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Only who made the directory may remove it: another process may make it at the same time.
+        with suppress(FileExistsError):
+            directory.mkdir()
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        lock = Lock(directory)
+        undo.callback(lock.release)
         if (directory / FILE).exists() and _began(read(directory).records):
             raise StudyError(
                 f"{directory} already holds a study; `python -m evotune resume {directory}` continues it, "
                 "or give another --directory"
             )
-        if not setup.storage_url:
-            mend(directory)
-        storage = storage_at(directory, setup.storage_url)
-        name = setup.config.study.name
+        storage = _storage(setup, directory)
         if not setup.storage_url:
             discard(storage, name)  # begun by a process that was killed; a dry run's record stays
         journal = Journal(directory)
+        undo.callback((directory / FILE).unlink, missing_ok=True)
+        undo.callback(journal.close)
         records = first_records(setup)
-        try:
-            for record in records:
-                journal.append(record)
-            book = TrialBook.create(storage, name, setup.space, setup.columns, directory)
-        except StudyError:
-            (directory / FILE).unlink()
-            raise
-    return _session(Opened(setup, lock, journal, records, book))
+        for record in records:
+            journal.append(record)
+        book = _create(setup, storage, directory)
+        undo.callback(_forget, storage, name)
+        opened = _session(Opened(setup, lock, journal, records, book))
+        undo.pop_all()
+    return opened
 
 
 def resume(directory: Path, setup: Setup | None = None) -> Opened:
@@ -94,18 +103,22 @@ def resume(directory: Path, setup: Setup | None = None) -> Opened:
             f"the study file changed since the study began: {'; '.join(changed)}; only trials, time_limit_s, "
             "directory, max_cost_usd and cache_mib may change. Undo it, or begin again in another directory"
         )
-    with writing(directory), _locked(directory) as lock:
+    with writing(directory), _answering(), ExitStack() as undo:
+        lock = Lock(directory)
+        undo.callback(lock.release)
         reading = read(directory)
         asked = [record for record in reading.records if isinstance(record, Asked)]
-        if not setup.storage_url:
-            if asked and not (directory / JOURNAL_FILE).exists():
-                raise StudyError(f"{directory / JOURNAL_FILE} is gone; restore it, or begin again elsewhere")
-            mend(directory)
-        book = _book(setup, storage_at(directory, setup.storage_url), directory, bool(asked))
+        if asked and not setup.storage_url and not (directory / JOURNAL_FILE).exists():
+            raise StudyError(f"{directory / JOURNAL_FILE} is gone; restore it, or begin again elsewhere")
+        book = _book(setup, _storage(setup, directory), directory, bool(asked))
         notes_ = (reading.note,) if reading.note else ()
-        opened = Opened(setup, lock, Journal(directory, reading), list(reading.records), book, notes_)
+        journal = Journal(directory, reading)
+        undo.callback(journal.close)
+        opened = Opened(setup, lock, journal, list(reading.records), book, notes_)
         _reconcile(opened, asked)
-    return _session(opened)
+        _session(opened)
+        undo.pop_all()
+    return opened
 
 
 def first_records(setup: Setup) -> list[Record]:
@@ -139,15 +152,52 @@ def _began(records: Sequence[Record]) -> bool:
     return any(isinstance(record, BranchAdded) for record in records)
 
 
-def _book(setup: Setup, storage: BaseStorage, directory: Path, begun: bool) -> TrialBook:
+def _storage(setup: Setup, directory: Path) -> BaseStorage:
+    if not setup.storage_url:
+        mend(directory)
+    return storage_at(directory, setup.storage_url)
+
+
+def _book(setup: Setup, storage: BaseStorage, directory: Path, asked: bool) -> TrialBook:
     """The Optuna study again; made now if the run died before its first ask."""
     name = setup.config.study.name
     try:
         return TrialBook.load(storage, name, setup.space, setup.columns, directory)
     except StudyError:
-        if begun:
+        if asked:
             raise
-    return TrialBook.create(storage, name, setup.space, setup.columns, directory)
+    if not setup.storage_url:
+        discard(storage, name)  # made in part by a process that was killed
+    return _create(setup, storage, directory)
+
+
+def _create(setup: Setup, storage: BaseStorage, directory: Path) -> TrialBook:
+    """The Optuna study, or nothing of it: a database keeps what a half-done beginning leaves in it."""
+    name = setup.config.study.name
+    known = name in optuna.get_all_study_names(storage)
+    try:
+        return TrialBook.create(storage, name, setup.space, setup.columns, directory)
+    except StudyError:
+        raise  # it is somebody else's
+    except BaseException:
+        if not known:
+            _forget(storage, name)
+        raise
+
+
+def _forget(storage: BaseStorage, name: str) -> None:
+    """Delete a study, unless the storage fails: what brought us here is to be told, not that."""
+    with suppress(SQLAlchemyError, StorageInternalError, OSError):
+        discard(storage, name)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Trouble with a database becomes a StudyError."""
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise StudyError(f"[study] storage failed: {str(error).splitlines()[0]}") from error
 
 
 def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:
@@ -166,27 +216,3 @@ def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:
 def _session(opened: Opened) -> Opened:
     opened.append(SessionBegun(datetime.now().astimezone().isoformat(timespec="seconds"), os.getpid()))
     return opened
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[Lock]:
-    """A lock that is kept when the body ends well and given back when it fails."""
-    lock = Lock(directory)
-    try:
-        yield lock
-    except BaseException:
-        lock.release()
-        raise
-
-
-@contextmanager
-def _new_directory(directory: Path) -> Iterator[None]:
-    """Make the directory, and unmake it when it was not there before and the body fails."""
-    existed = directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        if not existed:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
