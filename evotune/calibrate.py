@@ -25,14 +25,16 @@ from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
 from evotune.errors import SandboxError, StudyError
 from evotune.fitness.build import default_cache_directory
+from evotune.fitness.device import described
 from evotune.fitness.evaluation import Comparison, Evaluator
 from evotune.fitness.host_toolchain import cpu
+from evotune.fitness.lease import Gpu
 from evotune.fitness.outcome import Retry
 from evotune.fitness.sequential import spending, wins_needed
 from evotune.fitness.timing import Timed
@@ -179,24 +181,26 @@ def calibrate(
         groups[group] = _measure(default(setup), evaluator, group, blocks)
     plan: PromotionPlan = setup.promotion
     created = datetime.now().astimezone().isoformat(timespec="seconds")
-    found = Calibration(subject(setup), created, groups, plan.alpha, plan.most_blocks)
-    _keep(found, path_of(setup))
+    found = Calibration(subject(setup, evaluator), created, groups, plan.alpha, plan.most_blocks)
+    _keep(found, path_of(setup, evaluator))
     return found
 
 
-def load(setup: Setup) -> Calibration | None:
-    """What is known of this machine for a study; None when it was never calibrated."""
+def load(setup: Setup, evaluator: Evaluator) -> Calibration | None:
+    """What is known of the device of a study's judge; None when it was never calibrated. Raises DeviceError
+    where the device does not answer."""
+    path = path_of(setup, evaluator)
     try:
-        text = path_of(setup).read_bytes()
+        text = path.read_bytes()
         stored = _ADAPTER.validate_json(text)
     except (OSError, ValidationError):
         return None
     return stored.calibration if stored.format == _FORMAT else None
 
 
-def path_of(setup: Setup) -> Path:
+def path_of(setup: Setup, evaluator: Evaluator) -> Path:
     """Where the calibration for a study is kept."""
-    name = sha256(json.dumps(subject(setup), sort_keys=True).encode()).hexdigest()[:16]
+    name = sha256(json.dumps(subject(setup, evaluator), sort_keys=True).encode()).hexdigest()[:16]
     return default_cache_directory() / "calibration" / f"{name}.json"
 
 
@@ -205,10 +209,10 @@ def default(setup: Setup) -> Candidate:
     return Candidate(seed(setup.template.source), setup.space.default())
 
 
-def subject(setup: Setup) -> dict[str, Any]:
+def subject(setup: Setup, evaluator: Evaluator) -> dict[str, Any]:
     """What a calibration is true of. Raises DeviceError where the device does not answer."""
     return {
-        "device": _device(setup.config.study.device or setup.template.target),
+        "device": _device(evaluator),
         "template": setup.template.name,
         "default": default(setup).digest,
         "workloads": [dict(table) for table in setup.config.workload],
@@ -331,11 +335,18 @@ def _time_us(block: Timed) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _device(target: str) -> str:
-    """Raises DeviceError."""
-    if target.startswith("sm_"):
-        from evotune.fitness.device import described
+@runtime_checkable
+class _OnGpu(Protocol):
+    """A judge that has one GPU to itself."""
 
-        gpu = described(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        return f"{gpu.name}, driver {gpu.driver}"
+    @property
+    def gpu(self) -> Gpu: ...
+
+
+def _device(evaluator: Evaluator) -> str:
+    """What `evaluator` measures on; equal GPUs of one host are not equally noisy. Raises DeviceError."""
+    if isinstance(evaluator, _OnGpu):
+        uuid = evaluator.gpu.uuid
+        gpu = described(uuid)
+        return f"{gpu.name} ({uuid}), driver {gpu.driver}"
     return f"{cpu()}, {os.cpu_count()} cores"

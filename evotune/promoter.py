@@ -89,8 +89,17 @@ class Promoter:
             failed=found if isinstance(found, Failed) else None,
             seconds=_seconds(found, begun_s),
             elapsed_s=self._elapsed_s(),
-            resolution=_resolution(self._setup, due.group),
+            resolution=self._resolution(due.group),
         )
+
+    def _resolution(self, group: str) -> float | None:
+        """Of the judge's device, where it was measured well enough to say."""
+        try:
+            found = calibrate.load(self._setup, self._evaluator)
+        except DeviceError:
+            return None
+        resolution = found.resolution(group) if found else math.inf
+        return resolution if math.isfinite(resolution) else None
 
     def _compared(
         self,
@@ -138,16 +147,6 @@ class _Counting:
     def __call__(self, timed: Timed) -> bool:
         self.left -= 1
         return self.left <= 0
-
-
-def _resolution(setup: Setup, group: str) -> float | None:
-    """Of this machine, where it was measured well enough to say."""
-    try:
-        found = calibrate.load(setup)
-    except DeviceError:
-        return None
-    resolution = found.resolution(group) if found else math.inf
-    return resolution if math.isfinite(resolution) else None
 
 
 def _seconds(found: Comparison | Fallen | Failed, begun_s: float) -> float:

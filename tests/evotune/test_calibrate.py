@@ -21,11 +21,13 @@ from evotune.calibrate import (
     upper_rank,
 )
 from evotune.errors import SandboxError, StudyError
+from evotune.fitness.device import Described
 from evotune.fitness.evaluation import Fallen
+from evotune.fitness.lease import Gpu
 from evotune.fitness.outcome import Failed, Failure, Retry, Stage
 from evotune.fitness.sequential import power, spending, wins_needed
 from evotune.setup import Setup
-from tests.evotune.toy import ToyDevice, call, setup_of, study_file
+from tests.evotune.toy import ToyDevice, call, run_study, setup_of, study_file
 
 
 @pytest.fixture(autouse=True)
@@ -126,32 +128,72 @@ def test_a_gain_of_the_resolution_is_found_with_the_power_that_is_stated(
 
 
 def test_calibration_is_kept_for_the_same_study_alone(setup: Setup, tmp_path: Path) -> None:
-    assert load(setup) is None
     said: list[str] = []
     judge = ToyDevice(setup, noise=0.02)
+    assert load(setup, judge) is None
     found = calibrate(setup, judge, blocks=30, say=said.append)
     judge.close()
-    assert load(setup) == found
+    assert load(setup, judge) == found
     assert [line.split(":")[0] for line in said] == ["long", "short"]
     assert judge.compared == [("long", "promotion"), ("short", "promotion")]
     for group in ("long", "short"):
         assert len(found.groups[group].log_ratios) == 30
         assert 0 < found.resolution(group) < 0.2
-    (kept,) = path_of(setup).parent.iterdir()
-    assert kept == path_of(setup)
+    (kept,) = path_of(setup, judge).parent.iterdir()
+    assert kept == path_of(setup, judge)
 
     (tmp_path / "other").mkdir()
     other = setup_of(study_file(tmp_path / "other", ("size = 1000", "size = 999")))
-    assert load(other) is None
+    assert load(other, judge) is None
     renamed = setup_of(study_file(tmp_path / "other", ('name = "toy"', 'name = "again"'), ("= 40", "= 50")))
-    assert load(renamed) == found
+    assert load(renamed, judge) == found
+
+
+class OnGpu(ToyDevice):
+    """Judges on one GPU of several."""
+
+    def __init__(self, setup: Setup, uuid: str) -> None:
+        super().__init__(setup)
+        self.gpu = Gpu("H200", uuid, 0)
+
+
+def test_a_calibration_is_of_the_gpu_that_was_leased(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever CUDA_VISIBLE_DEVICES says: it may name several, none, or one by its number."""
+
+    def as_the_driver_says(uuid: str) -> Described:
+        names = {"GPU-1": "H200", "GPU-2": "H100", "GPU-3": "H100"}
+        return Described(names[uuid], "9.0", "580.1", "13.0")
+
+    monkeypatch.setattr("evotune.calibrate.described", as_the_driver_says)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    first, second, third = (OnGpu(setup, uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3"))
+    found = calibrate(setup, second, blocks=12, say=lambda line: None)
+    assert found.subject["device"] == "H100 (GPU-2), driver 580.1"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert load(setup, second) == found
+    assert load(setup, first) is None
+    assert load(setup, third) is None
+
+
+def test_a_study_asks_for_the_resolution_of_the_gpu_that_it_leased(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evotune.calibrate.described", lambda uuid: Described(uuid, "9.0", "580.1", "13.0"))
+    found = calibrate(setup, OnGpu(setup, "GPU-2"), say=lambda line: None)
+    for uuid in ("GPU-2", "GPU-1"):
+        device = OnGpu(setup, uuid)
+        other = setup_of(setup.base / "toy.toml", trials=12, directory=f"{uuid}.study")
+        told = [c for c in run_study(other, device).history.confirmations if c.blocks]
+        wanted = {c.group: found.resolution(c.group) if uuid == "GPU-2" else None for c in told}
+        assert {c.group: c.resolution for c in told} == wanted != {}
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 0, "calibration": null}', "\udcff"])
 def test_a_damaged_calibration_is_none(setup: Setup, text: str) -> None:
-    path_of(setup).parent.mkdir(parents=True)
-    path_of(setup).write_text(text, errors="surrogateescape")
-    assert load(setup) is None
+    judge = ToyDevice(setup)
+    path_of(setup, judge).parent.mkdir(parents=True)
+    path_of(setup, judge).write_text(text, errors="surrogateescape")
+    assert load(setup, judge) is None
 
 
 def test_a_default_that_fails_is_the_users_to_know(setup: Setup) -> None:
@@ -159,7 +201,7 @@ def test_a_default_that_fails_is_the_users_to_know(setup: Setup) -> None:
     for fate in (wrong, Fallen("it fails while it is timed")):
         with pytest.raises(StudyError, match="default kernel fails"):
             calibrate(setup, ToyDevice(setup, fates={0: fate}), say=lambda line: None)
-    assert load(setup) is None
+    assert load(setup, ToyDevice(setup)) is None
 
 
 def test_trouble_is_tried_again_and_told_when_it_stays(setup: Setup) -> None:

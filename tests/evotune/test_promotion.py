@@ -478,7 +478,7 @@ def test_what_calibrate_measured_is_in_the_record(tmp_path: Path, monkeypatch: p
         def resolution(self, group: str) -> float:
             return {"long": 9.9, "short": math.inf}[group]
 
-    monkeypatch.setattr(calibrate, "load", lambda setup: Measured())
+    monkeypatch.setattr(calibrate, "load", lambda setup, evaluator: Measured())
     setup = setup_of(study_file(tmp_path), trials=12)
     state = run_study(setup).history
     told = {c["group"]: c for c in status(state, 0.0)["champions"]}
