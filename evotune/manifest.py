@@ -86,8 +86,8 @@ class ObjectEntry(_Model):
         reproducible: whether this build and the one the study judged have the same bytes; None when the
             study's object is gone.
         resources: read from the object, unit in the name.
-        workspace: terms whose sum is what a caller hands over, at least what the kernel needs, from a multiple
-            of `WORKSPACE_ALIGNMENT` bytes on; None where the library tells it itself.
+        workspace: terms whose sum is what a caller hands over, at least what the kernel needs, beginning at a
+            multiple of `WORKSPACE_ALIGNMENT` bytes; None where the library tells it itself.
     """
 
     label: Name
