@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cache
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -50,7 +50,7 @@ POWER, CONFIDENCE = 0.8, 0.9
 NTH_TEST = 5
 """The resolution is that of a study's fifth test, when none before it found anything."""
 
-_FORMAT = 1
+_FORMAT = 2
 _TRIES = 3
 _MAD = 1.4826  # median absolute deviation to standard deviation, for a normal law
 
@@ -77,18 +77,18 @@ class Noise:
         return _MAD * median(map(abs, self.log_ratios))
 
     @property
-    def far(self) -> float:
-        """Share of blocks beyond three of that; 0.3 % for a normal law."""
+    def outlier_fraction(self) -> float:
+        """Part of the blocks beyond three of that; 0.3 % for a normal law."""
         reach = 3 * self.sigma
         return sum(abs(x) > reach for x in self.log_ratios) / len(self.log_ratios)
 
     @property
-    def memory(self) -> float:
-        """Autocorrelation of one block's log-ratio with the next one's; what is left of drift in ratios."""
+    def lag1_autocorrelation(self) -> float:
+        """Of one block's log-ratio with the next one's; what is left of drift in ratios."""
         return autocorrelation(self.log_ratios)
 
     @property
-    def time_memory(self) -> float:
+    def time_lag1_autocorrelation(self) -> float:
         """The same of the blocks' times."""
         return autocorrelation([math.log(t) for t in self.times_us])
 
@@ -129,34 +129,26 @@ class Calibration:
     Attributes:
         subject: what it is true of: device, template, digest of the default kernel, workloads.
         created: local time in ISO form.
-        groups: by name.
-        alpha, most_blocks: by which a challenger would be tested, see `PromotionPlan`.
+        groups: the noise of each, by name; what gain can be told from it is a study's plan's business.
     """
 
     subject: Mapping[str, Any]
     created: str
     groups: Mapping[str, Noise]
-    alpha: float
-    most_blocks: int
 
-    @cached_property
-    def wins(self) -> float:
-        """Share of blocks that a challenger must win to be found with power 80 %."""
-        return wins_needed(spending(self.alpha, NTH_TEST), POWER, self.most_blocks)
+    def resolution(self, group: str, plan: PromotionPlan) -> float:
+        """Smallest gain, as a log-ratio, that a promotion test of this plan finds with power 80 %."""
+        return self.groups[group].resolution(_wins(plan))
 
-    def resolution(self, group: str) -> float:
-        """Smallest gain, as a log-ratio, that a promotion test finds with power 80 %."""
-        return self.groups[group].resolution(self.wins)
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON-ready; a resolution is null where there were too few blocks for any."""
+    def as_json(self, plan: PromotionPlan) -> dict[str, Any]:
+        """JSON-ready, with what tests of this plan resolve: null where there were too few blocks for any."""
         told = {
             name: {
-                "resolution": _gain(self.resolution(name)),
+                "resolution": _gain(self.resolution(name, plan)),
                 "sigma": noise.sigma,
-                "far": noise.far,
-                "memory": noise.memory,
-                "time_memory": noise.time_memory,
+                "outlier_fraction": noise.outlier_fraction,
+                "lag1_autocorrelation": noise.lag1_autocorrelation,
+                "time_lag1_autocorrelation": noise.time_lag1_autocorrelation,
                 "drift_per_minute": noise.drift,
                 "time_us": noise.time_us,
                 "block_s": noise.block_s,
@@ -164,7 +156,14 @@ class Calibration:
             }
             for name, noise in self.groups.items()
         }
-        return {"subject": dict(self.subject), "created": self.created, "groups": told}
+        tests = {"alpha": plan.alpha, "most_blocks": plan.most_blocks}
+        return {"subject": dict(self.subject), "created": self.created, "tests": tests, "groups": told}
+
+
+@cache
+def _wins(plan: PromotionPlan) -> float:
+    """Share of blocks that a challenger must win to be found with power 80 %."""
+    return wins_needed(spending(plan.alpha, NTH_TEST), POWER, plan.most_blocks)
 
 
 def calibrate(
@@ -179,9 +178,8 @@ def calibrate(
     for group in _workloads(setup):
         say(f"{group}: {blocks} blocks of the default kernel against itself")
         groups[group] = _measure(default(setup), evaluator, group, blocks)
-    plan: PromotionPlan = setup.promotion
     created = datetime.now().astimezone().isoformat(timespec="seconds")
-    found = Calibration(subject(setup, evaluator), created, groups, plan.alpha, plan.most_blocks)
+    found = Calibration(subject(setup, evaluator), created, groups)
     _keep(found, path_of(setup, evaluator))
     return found
 
@@ -219,39 +217,39 @@ def subject(setup: Setup, evaluator: Evaluator) -> dict[str, Any]:
     }
 
 
-def table(found: Calibration) -> "Table":
-    """For a person."""
+def table(found: Calibration, plan: PromotionPlan) -> "Table":
+    """For a person whose study promotes by this plan."""
     from rich.table import Table
 
     view = Table(
-        *("group", "a call", "nothing", "a block", "noise", "beyond 3σ", "memory", "drift a minute"),
-        "resolution",
-        caption=_caption(found),
+        *("group", "a call", "nothing", "a block", "noise", "beyond 3σ", "autocorrelation"),
+        *("drift a minute", "resolution"),
+        caption=_caption(plan),
         caption_justify="left",
     )
     for name, noise in found.groups.items():
-        resolution = found.resolution(name)
+        resolution = found.resolution(name, plan)
         view.add_row(
             name,
             f"{noise.time_us:.4g} µs",
             f"{noise.host_call_us:.3g} µs",
             f"{noise.block_s:.2g} s",
             f"{noise.sigma:.2%}",
-            f"{noise.far:.0%}",
-            f"{noise.memory:+.2f} (times {noise.time_memory:+.2f})",
+            f"{noise.outlier_fraction:.0%}",
+            f"{noise.lag1_autocorrelation:+.2f} (times {noise.time_lag1_autocorrelation:+.2f})",
             f"{noise.drift:+.1%}",
             f"{math.expm1(resolution):.1%}" if math.isfinite(resolution) else "too few blocks",
         )
     return view
 
 
-def _caption(found: Calibration) -> str:
+def _caption(plan: PromotionPlan) -> str:
     return (
         f"resolution: the smallest gain that test {NTH_TEST} of a study finds with probability {POWER:.0%}"
-        f" within {found.most_blocks} blocks, by winning {found.wins:.0%} of them; at confidence"
-        f" {CONFIDENCE:.0%}.\n"
+        f" within {plan.most_blocks} blocks at alpha {plan.alpha:g}, by winning {_wins(plan):.0%} of them; at"
+        f" confidence {CONFIDENCE:.0%}.\n"
         "nothing: what a call costs when there is nothing to do. noise: of a block's ratio, robust σ.\n"
-        "memory: autocorrelation from block to block, of ratios and of times."
+        "autocorrelation: from one block to the next, of ratios and of times."
     )
 
 

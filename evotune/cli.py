@@ -261,9 +261,9 @@ def calibrate(
     with closing(evaluator(setup)) as judge:
         found = calibration.calibrate(setup, judge, blocks=blocks, say=_say)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(found.as_json(setup.promotion), indent=2))
     else:
-        _console().print(calibration.table(found))
+        _console().print(calibration.table(found, setup.promotion))
 
 
 @app.command()

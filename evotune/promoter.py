@@ -98,7 +98,7 @@ class Promoter:
             found = calibrate.load(self._setup, self._evaluator)
         except DeviceError:
             return None
-        resolution = found.resolution(group) if found else math.inf
+        resolution = found.resolution(group, self._plan) if found else math.inf
         return resolution if math.isfinite(resolution) else None
 
     def _compared(

@@ -26,8 +26,11 @@ from evotune.fitness.evaluation import Fallen
 from evotune.fitness.lease import Gpu
 from evotune.fitness.outcome import Failed, Failure, Retry, Stage
 from evotune.fitness.sequential import power, spending, wins_needed
+from evotune.promotion import PromotionPlan
 from evotune.setup import Setup
 from tests.evotune.toy import ToyDevice, call, run_study, setup_of, study_file
+
+PLAN = PromotionPlan()
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +55,10 @@ def test_noise_is_told_robustly() -> None:
     drawn = list(0.02 * rng.standard_normal(2000))
     found = noise(drawn)
     assert found.sigma == pytest.approx(0.02, rel=0.1)
-    assert found.far < 0.01
+    assert found.outlier_fraction < 0.01
     spoiled = noise([*drawn[:1900], *[0.7] * 100])
     assert spoiled.sigma == pytest.approx(0.02, rel=0.15)
-    assert spoiled.far > 0.045
+    assert spoiled.outlier_fraction > 0.045
 
 
 def test_drift_is_the_slope_of_times_whatever_the_outliers() -> None:
@@ -69,7 +72,7 @@ def test_drift_is_the_slope_of_times_whatever_the_outliers() -> None:
     assert noise([0.0] * 60).drift == 0
 
 
-def test_memory_is_the_autocorrelation_of_ranks() -> None:
+def test_autocorrelation_is_of_ranks() -> None:
     rng = np.random.default_rng(1)
     steps = rng.standard_t(2, 2000)
     kept = [steps[0]]
@@ -99,7 +102,7 @@ def test_the_order_statistic_bounds_the_quantile_as_surely_as_it_says(n: int, qu
 def test_too_few_blocks_resolve_nothing() -> None:
     assert upper_rank(4, 0.72, 0.9) is None
     assert noise([0.01] * 4).resolution(0.86) == math.inf
-    told = Calibration({}, "now", {"one": noise([0.01] * 4)}, 0.05, 32).as_json()
+    told = Calibration({}, "now", {"one": noise([0.01] * 4)}).as_json(PLAN)
     assert told["groups"]["one"]["resolution"] is None  # JSON has no infinity
 
 
@@ -138,7 +141,7 @@ def test_calibration_is_kept_for_the_same_study_alone(setup: Setup, tmp_path: Pa
     assert judge.compared == [("long", "promotion"), ("short", "promotion")]
     for group in ("long", "short"):
         assert len(found.groups[group].log_ratios) == 30
-        assert 0 < found.resolution(group) < 0.2
+        assert 0 < found.resolution(group, PLAN) < 0.2
     (kept,) = path_of(setup, judge).parent.iterdir()
     assert kept == path_of(setup, judge)
 
@@ -184,7 +187,7 @@ def test_a_study_asks_for_the_resolution_of_the_gpu_that_it_leased(
         device = OnGpu(setup, uuid)
         other = setup_of(setup.base / "toy.toml", trials=12, directory=f"{uuid}.study")
         told = [c for c in run_study(other, device).history.confirmations if c.blocks]
-        wanted = {c.group: found.resolution(c.group) if uuid == "GPU-2" else None for c in told}
+        wanted = {c.group: found.resolution(c.group, PLAN) if uuid == "GPU-2" else None for c in told}
         assert {c.group: c.resolution for c in told} == wanted != {}
 
 
@@ -219,18 +222,36 @@ def test_a_place_that_cannot_be_written_is_named(setup: Setup, cache: Path) -> N
 
 
 def test_the_fewer_blocks_a_test_has_the_coarser_it_is(setup: Setup) -> None:
-    found = Calibration({}, "", {"g": noise([0.001 * i for i in range(60)])}, 0.05, 32)
-    assert replace(found, most_blocks=16).resolution("g") > found.resolution("g")
+    found = Calibration({}, "", {"g": noise([0.001 * i for i in range(60)])})
+    assert found.resolution("g", replace(PLAN, most_blocks=16)) > found.resolution("g", PLAN)
+
+
+def test_a_study_with_another_alpha_reads_a_resolution_of_its_own(setup: Setup, tmp_path: Path) -> None:
+    """The machine's noise is measured once; a test at a smaller level needs a larger gain."""
+    found = calibrate(setup, ToyDevice(setup), say=lambda line: None)
+    (tmp_path / "strict").mkdir()
+    strict_plan = ("stagnation = 12", "stagnation = 12\n\n[promotion]\nalpha = 0.01")
+    strict = setup_of(study_file(tmp_path / "strict", strict_plan), trials=12)
+    confirmed = [c for c in run_study(strict).history.confirmations if c.blocks]
+    assert confirmed
+    for told in confirmed:
+        assert told.resolution == found.resolution(told.group, strict.promotion)
+        assert told.resolution is not None
+        assert told.resolution > found.resolution(told.group, PLAN)
+    for plan in (PLAN, strict.promotion):
+        assert found.as_json(plan)["tests"] == {"alpha": plan.alpha, "most_blocks": plan.most_blocks}
 
 
 def test_the_command_prints_one_table(tmp_path: Path) -> None:
     path = study_file(tmp_path)
     shown = call("calibrate", path, "--blocks", "20")
     assert shown.returncode == 0, shown.stderr
-    for word in ("long", "short", "resolution", "drift", "memory", "noise"):
+    for word in ("long", "short", "resolution", "drift", "autocorrelation", "noise", "alpha 0.05"):
         assert word in shown.stdout
     assert "20 blocks" in shown.stderr
     told = json.loads(call("calibrate", path, "--blocks", "20", "--json").stdout)
     assert set(told["groups"]) == {"long", "short"}
     assert 0 < told["groups"]["long"]["resolution"] < 0.5
     assert told["subject"]["template"] == "toy"
+    names = "outlier_fraction", "lag1_autocorrelation", "time_lag1_autocorrelation"
+    assert told["groups"]["long"].keys() >= set(names)

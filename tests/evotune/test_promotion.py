@@ -475,7 +475,7 @@ def test_a_challenger_that_fails_the_full_gate_is_out_and_the_next_is_asked(tmp_
 
 def test_what_calibrate_measured_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Measured:
-        def resolution(self, group: str) -> float:
+        def resolution(self, group: str, plan: PromotionPlan) -> float:
             return {"long": 9.9, "short": math.inf}[group]
 
     monkeypatch.setattr(calibrate, "load", lambda setup, evaluator: Measured())
