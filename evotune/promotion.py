@@ -15,6 +15,7 @@ against.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 
 from evotune.fitness.outcome import Measurement, Passed
@@ -32,6 +33,7 @@ _MEDIAN = 1.2533  # standard error of a median over that of a mean, likewise
 # (7 where two processors are idle, 20 where they are not), and the rest of a contest or a confirmation.
 _SOLVING, _MEETING = 12, 3
 _MOST_REFUSED = 3
+_KEPT = 1 << 16  # measurements: every step looks at all of a study's again, of which few are new
 
 
 @dataclass(frozen=True)
@@ -221,13 +223,24 @@ def bars(history: History) -> Bars:
 
 def screened(passed: Passed, group: str) -> float:
     """Log of the default's time over the candidate's in screening, the mean over the group's workloads."""
-    logs = [math.log(m.speedup) for m in passed.measurements if m.group == group]
+    logs = [_screened(m) for m in passed.measurements if m.group == group]
     return sum(logs) / len(logs)
 
 
-def _pair_logs(measured: Measurement) -> list[float]:
+@lru_cache(_KEPT)
+def _screened(measured: Measurement) -> float:
+    return math.log(measured.speedup)
+
+
+@lru_cache(_KEPT)
+def _residuals(measured: Measurement) -> tuple[float, ...]:
+    """How far each timed pair's log-ratio is from their median, as if that were the truth."""
     pairs = zip(measured.baseline_samples_us, measured.samples_us, strict=True)
-    return [log_speedup(theirs_us, mine_us) for theirs_us, mine_us in pairs]
+    logs = [log_speedup(theirs_us, mine_us) for theirs_us, mine_us in pairs]
+    if len(logs) < 2:
+        return ()
+    middle, few = median(logs), math.sqrt(len(logs) / (len(logs) - 1))
+    return tuple(few * abs(log - middle) for log in logs)
 
 
 def _groups(history: History) -> tuple[str, ...]:
@@ -249,13 +262,15 @@ def _challenger(
         if not contest.promoted:
             winner, loser = loser, winner
         barred |= {loser} if winner not in out else set()
+    theirs, uncertain = screened(champion, title.group), _error(champion, title.group, noise)
     best: tuple[Entry, float] | None = None
     for entry in history.judged:
         if entry.passed is None or entry.asked.index in barred:
             continue
-        hope = screened(entry.passed, title.group) - screened(champion, title.group)
-        error = math.hypot(*(_error(passed, title.group, noise) for passed in (entry.passed, champion)))
-        if hope >= -plan.within * error and (best is None or hope > best[1]):
+        hope = screened(entry.passed, title.group) - theirs
+        if best is not None and hope <= best[1]:
+            continue
+        if hope >= -plan.within * math.hypot(_error(entry.passed, title.group, noise), uncertain):
             best = entry, hope
     return best
 
@@ -265,12 +280,8 @@ def _pair_noise(history: History) -> dict[str, float]:
     residuals: dict[str, list[float]] = {}
     for entry in history.judged:
         for measured in entry.passed.measurements if entry.passed else ():
-            logs = _pair_logs(measured)
-            if len(logs) < 2:
-                continue
-            middle, few = median(logs), math.sqrt(len(logs) / (len(logs) - 1))
-            residuals.setdefault(measured.workload, []).extend(few * abs(log - middle) for log in logs)
-    return {workload: _MAD * median(values) for workload, values in residuals.items()}
+            residuals.setdefault(measured.workload, []).extend(_residuals(measured))
+    return {workload: _MAD * median(values) for workload, values in residuals.items() if values}
 
 
 def _error(passed: Passed, group: str, noise: Mapping[str, float]) -> float:

@@ -18,6 +18,7 @@ from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.evaluation import Fallen
 from evotune.fitness.objectives import Column
 from evotune.fitness.outcome import Failed, Failure, Measurement, Passed, Retry, Stage, Value
+from evotune.fitness.racing import log_speedup
 from evotune.fitness.sequential import level, spending
 from evotune.history import Entry, History, fold, value_of
 from evotune.journal import FILE, Journal, read
@@ -196,6 +197,25 @@ def test_who_was_found_wrong_is_shown_as_nobodys_best(
     assert shown(state) == ([2], 2, 1.5, "long 1.5×", [2], [1.0, 1.2, 1.5, 1.5])
     state = replace(state, contests=(contest(2, BASELINE, failed=WRONG),))
     assert shown(state) == ([1], 1, 1.2, "long 1.2×", [1], [1.0, 1.2, 1.2])
+
+
+def test_a_step_looks_at_new_measurements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a study's, each step again, held a loop over 2,000 records for ten seconds."""
+    looked: list[float] = []
+
+    def counted(baseline_us: float, mine_us: float) -> float:
+        looked.append(mine_us)
+        return log_speedup(baseline_us, mine_us)
+
+    monkeypatch.setattr(promotion, "log_speedup", counted)
+    rng = np.random.default_rng(11)
+    drawn = [[measured("long", list(np.exp(0.01 * rng.standard_normal(8))))] for _ in range(30)]
+    before = matches(history(drawn[:29]), PLAN)
+    assert len(looked) == 29 * 8
+    after = matches(history(drawn), PLAN)
+    assert len(looked) == 30 * 8
+    assert [match.challenger for match in before] != []
+    assert after == matches(fold(records_of(drawn)), PLAN)
 
 
 def test_levels_are_spent_by_tests_that_saw_evidence() -> None:
