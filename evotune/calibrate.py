@@ -38,7 +38,7 @@ from evotune.fitness.lease import Gpu
 from evotune.fitness.outcome import Retry
 from evotune.fitness.sequential import spending, wins_needed
 from evotune.fitness.timing import Timed
-from evotune.promotion import PromotionPlan, log_ratio
+from evotune.promotion import PromotionPlan, log_ratio, robust_sigma
 from evotune.search_space.branch import Candidate, seed
 from evotune.setup import Setup
 
@@ -52,7 +52,6 @@ NTH_TEST = 5
 
 _FORMAT = 2
 _TRIES = 3
-_MAD = 1.4826  # median absolute deviation to standard deviation, for a normal law
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Noise:
     @property
     def sigma(self) -> float:
         """Standard deviation of a block's log-ratio, robustly."""
-        return _MAD * median(map(abs, self.log_ratios))
+        return robust_sigma(self.log_ratios)
 
     @property
     def outlier_fraction(self) -> float:

@@ -1,8 +1,6 @@
 """A study directory taken in hand: begun, or taken up again after an orderly end, a crash or a kill."""
 
-import importlib.metadata
 import os
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +13,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
 from sqlalchemy.exc import SQLAlchemyError
 
-from evotune import __version__, notes
+from evotune import notes
 from evotune.config import changes, parse
 from evotune.errors import StudyError
 from evotune.history import History, fold
@@ -24,6 +22,7 @@ from evotune.records import Asked, BranchAdded, Judged, Record, SessionBegun, St
 from evotune.search_space.branch import SEED_BRANCH
 from evotune.setup import Setup, from_header
 from evotune.trials import JOURNAL_FILE, TrialBook, discard, mend, quiet, storage_at
+from evotune.versions import installed
 
 _VERSIONED = ("numpy", "optuna", "nvidia-cutlass-dsl")
 
@@ -123,14 +122,8 @@ def resume(directory: Path, setup: Setup | None = None) -> Opened:
 
 def first_records(setup: Setup) -> list[Record]:
     """How every journal begins: the study and its seed branch."""
-    versions = {"evotune": __version__, "python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return [
-        StudyBegun(setup.config.as_json(), str(setup.base.resolve()), setup.columns, versions),
+        StudyBegun(setup.config.as_json(), str(setup.base.resolve()), setup.columns, installed(_VERSIONED)),
         BranchAdded(-1, SEED_BRANCH, setup.template.source, None, "seed", "the template as shipped"),
     ]
 

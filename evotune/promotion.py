@@ -13,7 +13,7 @@ against.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
@@ -127,6 +127,11 @@ def log_ratio(block: Sequence[Measurement]) -> float:
 
 def log_ratios(blocks: Blocks) -> list[float]:
     return [log_ratio(block) for block in blocks]
+
+
+def robust_sigma(deviations: Iterable[float]) -> float:
+    """Standard deviation, from deviations of either sign about the middle: their tails do not count."""
+    return _MAD * median(map(abs, deviations))
 
 
 def titles(history: History) -> tuple[Title, ...]:
@@ -281,7 +286,7 @@ def _pair_noise(history: History) -> dict[str, float]:
     for entry in history.judged:
         for measured in entry.passed.measurements if entry.passed else ():
             residuals.setdefault(measured.workload, []).extend(_residuals(measured))
-    return {workload: _MAD * median(values) for workload, values in residuals.items() if values}
+    return {workload: robust_sigma(values) for workload, values in residuals.items() if values}
 
 
 def _error(passed: Passed, group: str, noise: Mapping[str, float]) -> float:

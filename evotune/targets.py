@@ -3,21 +3,19 @@
 `export` and `verify` know a `Target`; a target's own things, such as the GPU it ran on, are looked up here.
 """
 
-import importlib.metadata
-import platform
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evotune import __version__, devices
+from evotune import devices
 from evotune.fitness.operator import Operator
 from evotune.fitness.outcome import Failed
 from evotune.manifest import Gpu, SanitizerEntry, WorkspaceTerm
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Language, Specialization
 from evotune.setup import Setup
+from evotune.versions import installed
 from evotune.workbench import Bench
 
 if TYPE_CHECKING:
@@ -70,11 +68,7 @@ class Target(ABC):
 
     def versions(self) -> dict[str, str]:
         """Of evotune, Python and `distributions`."""
-        found = {"evotune": __version__, "python": platform.python_version()}
-        for name in self.distributions:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(name)
-        return found
+        return installed(self.distributions)
 
 
 class Host(Target):

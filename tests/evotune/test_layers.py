@@ -49,6 +49,16 @@ def test_a_wrong_direction_is_seen(tmp_path: Path) -> None:
     assert len(violations("fitness", module)) >= 2
 
 
+@pytest.mark.parametrize(
+    ("text", "home"),
+    [("1.4826", "evotune/promotion.py"), ("platform.python_version()", "evotune/versions.py")],
+    ids=["robust standard deviation", "versions that a result depends on"],
+)
+def test_what_several_modules_need_is_in_one(text: str, home: str) -> None:
+    modules = [path for top in ("evotune", *MAY_IMPORT) for path in (ROOT / top).rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in modules if text in path.read_text()] == [home]
+
+
 def test_every_package_is_listed_for_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     tops = ("evotune", *MAY_IMPORT)
