@@ -30,11 +30,11 @@ from evotune.report_html import page
 class Dropin:
     """The importable part of an export: `module`.py, and the function in it.
 
-    Its text is our file `source`, the target's own, with the text of `shared`, which all targets share, in
-    place of the one statement that imports from it.
+    Its text is our file `source`, the target's own, with the text of each of `shared` in place of the one
+    statement that imports from it.
     """
 
-    shared: str
+    shared: tuple[str, ...]
     source: str
     module: str
     function: str
@@ -49,19 +49,23 @@ class Dropin:
         return {f"{self.module}.py": self._whole().encode(), "__init__.py": package.encode(), BYTECODE: b""}
 
     def _whole(self) -> str:
-        """Raises ValueError unless `source` imports from `shared` exactly once."""
+        """Raises ValueError unless `source` imports from each of `shared` exactly once."""
         here = files("evotune")
-        shared, own = (here.joinpath(name).read_text(encoding="utf-8") for name in (self.shared, self.source))
-        name = self.shared.removesuffix(".py")
-        head, tail = re.split(rf"^from evotune\.{name} import \([^)]*\)\n", own, flags=re.MULTILINE)
-        return f"{head}\n{shared}\n{tail}"
+        text = here.joinpath(self.source).read_text(encoding="utf-8")
+        for shared in self.shared:
+            name = shared.removesuffix(".py")
+            head, tail = re.split(rf"^from evotune\.{name} import \([^)]*\)\n", text, flags=re.MULTILINE)
+            text = f"{head}\n{here.joinpath(shared).read_text(encoding='utf-8')}\n{tail}"
+        return text
 
 
 BYTECODE = "__pycache__"
 # By operator and target.
 DROPINS = {
-    ("kda", "host"): Dropin("dropin_kda.py", "dropin_kda_host.py", "kda", "kda_forward"),
-    ("kda", "sm_90a"): Dropin("dropin_kda.py", "dropin_kda_sm90a.py", "kda", "kda_forward"),
+    ("kda", "host"): Dropin(("dropin_kda.py",), "dropin_kda_host.py", "kda", "kda_forward"),
+    ("kda", "sm_90a"): Dropin(
+        ("dropin_frame.py", "dropin_kda.py"), "dropin_kda_sm90a.py", "kda", "kda_forward"
+    ),
 }
 REPORTS = ("pareto.csv", "pareto.html")
 _COLUMNS = (

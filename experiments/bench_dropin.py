@@ -73,16 +73,17 @@ def forms(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def host_us(call: Callable[[], object]) -> tuple[float, float]:
-    """(median, least) over rounds of the time to issue a call."""
-    for _ in range(20):
-        call()
+    """(median, least) over rounds of the time to issue a call, as serving does: without gradients."""
     times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = perf_counter_ns()
-        for _ in range(CALLS):
+    with torch.inference_mode():
+        for _ in range(20):
             call()
-        times.append((perf_counter_ns() - start) / CALLS / 1e3)
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            start = perf_counter_ns()
+            for _ in range(CALLS):
+                call()
+            times.append((perf_counter_ns() - start) / CALLS / 1e3)
     torch.cuda.synchronize()
     return median(times), min(times)
 
@@ -115,7 +116,8 @@ def function_of(module: Any, given: dict[str, Any]) -> Callable[[], object]:
     module._plans.clear()
     module.kda_forward(**given)  # leaves its plan
     ((key, plan),) = module._plans.items()
-    module._plans[key] = replace(plan, function=lambda *arguments: seen.append(arguments))
+    spied = replace(plan, function=lambda *arguments: seen.append(arguments), frames={})
+    module._plans[key] = spied  # a function of Python's has no frame
     module.kda_forward(**given)
     module._plans[key] = plan
     (prepared,) = seen

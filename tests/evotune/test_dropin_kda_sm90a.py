@@ -15,6 +15,7 @@ from evotune.reference_kda.workload import Workload
 from evotune.search_space.templates.kda_host import KdaHostKnobs
 from tests.evotune import exports
 from tests.evotune.kda_tensors import FAST, arguments, case, tensor, within_bound
+from tests.evotune.test_dropin_frame import taken
 from tests.fitness.fake_gpu import Processor
 from tests.search_space.host_kernel import spec
 
@@ -89,18 +90,25 @@ class Checked:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     found = Stream()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     return found
 
 
-@pytest.fixture
-def kda(pareto: Path, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Any:
+def framed(path: Path, entry: str) -> Any:
+    """A function of TVM FFI, which frames call."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    checked = Checked(path, entry)
+    return tvm_ffi.convert(lambda *arguments: checked(*map(taken, arguments)))
+
+
+@pytest.fixture(params=[Checked, framed], ids=["plainly", "framed"])
+def kda(pareto: Path, stream: Stream, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
     module = exports.load_dropin(pareto)
     monkeypatch.setattr(module, "_DEVICE", "cpu")
-    monkeypatch.setattr(module, "_function", Checked)
+    monkeypatch.setattr(module, "_function", request.param)
+    monkeypatch.setattr(module, "_current_device", lambda: -1)
     monkeypatch.setattr(module, "_stream", lambda index: stream.current)
     monkeypatch.setattr(module, "_check_versions", lambda kernel: None)
     return module

@@ -1,0 +1,130 @@
+"""Calls of a TVM FFI function on tensors whose shapes, types and device are known before the call.
+
+The Python layer of TVM FFI takes torch tensors of the shapes that a function declares, and to look at a
+tensor in another shape costs torch 0.5 to 1 us, for each. A `Frame` is the arguments of a call written down
+once in the C ABI (`tvm/ffi/c_api.h`: TVMFFIAny; `dlpack.h`: DLTensor), of which a call changes the addresses.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from struct import pack, unpack
+from typing import Any
+
+import torch
+
+_ABI = "0.1."  # of the TVM FFI whose structures these are
+_NONE, _INT, _FLOAT, _TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
+_ANY_WORDS, _DESCRIPTOR_WORDS = 2, 6  # of 8 bytes
+_CODES = {  # DLDataType: code and bits
+    torch.int32: (0, 32),
+    torch.uint8: (1, 8),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
+_DEVICES = {"cpu": 1, "cuda": 2}
+
+Described = tuple[Sequence[int], torch.dtype]
+"""Shape and type of a compact tensor."""
+
+
+class Frame:
+    """The arguments of one function, for the calls of one thread: nobody else may fill them in between."""
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        library: ctypes.CDLL,
+        tensors: Sequence[Described | None],
+        integers: Sequence[int],
+        floats: int,
+        device: torch.device,
+    ) -> None:
+        """`function` takes `tensors`, None for an absent one, then `integers`, then so many floats."""
+        self._function = function  # keeps what its handle stands for
+        self._handle = function.__chandle__()  # type: ignore[attr-defined]
+        self._device = _DEVICES[device.type], device.index or 0
+        self._call = library.TVMFFIFunctionCall
+        self._set_stream = library.TVMFFIEnvSetStream
+        self._move_error = library.TVMFFIErrorMoveFromRaised
+        self._release = library.TVMFFIObjectDecRef
+        self._before, self._result = ctypes.c_void_p(), (ctypes.c_uint64 * _ANY_WORDS)()
+        self._before_at, self._result_at = map(ctypes.addressof, (self._before, self._result))
+        self._count = len(tensors) + len(integers) + floats
+        described = [tensor for tensor in tensors if tensor is not None]
+        first = _ANY_WORDS * self._count
+        extents = first + _DESCRIPTOR_WORDS * len(described)
+        ranks = [len(shape) for shape, _ in described]
+        self._words = words = array("Q", bytes(8 * (extents + 2 * sum(ranks))))
+        self._begin, _ = words.buffer_info()
+        self._addresses = memoryview(words)[first:extents:_DESCRIPTOR_WORDS]
+        self._floats_at = _ANY_WORDS * (self._count - floats)
+        self._floats: tuple[float, ...] = ()
+
+        places = iter(range(first, extents, _DESCRIPTOR_WORDS))
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                place = next(places)
+                words[_ANY_WORDS * i : _ANY_WORDS * (i + 1)] = array("Q", (_TENSOR, self._begin + 8 * place))
+                self._describe(place, extents, *tensor)
+                extents += 2 * len(tensor[0])
+        for i, value in enumerate(integers, start=len(tensors)):
+            words[_ANY_WORDS * i : _ANY_WORDS * (i + 1)] = array("Q", (_INT, value))
+
+    def _describe(self, place: int, extents: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """A DLTensor without its address: device, rank, type, where shape and strides lie, no offset."""
+        words, rank = self._words, len(shape)
+        code, bits = _CODES[dtype]
+        strides = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1]
+        words[extents : extents + 2 * rank] = array("Q", (*shape, *strides))
+        kind, number = self._device
+        words[place + 1] = kind | number << 32
+        words[place + 2] = rank | (code | bits << 8 | 1 << 16) << 32
+        words[place + 3] = self._begin + 8 * extents
+        words[place + 4] = self._begin + 8 * (extents + rank)
+
+    def call(self, addresses: Sequence[int], floats: tuple[float, ...], stream: int) -> bool:
+        """Call the function on tensors at these addresses, on a stream. False when it refused, and has
+        launched nothing; why is for its Python layer to say."""
+        self._addresses[:] = array("Q", addresses)
+        if floats != self._floats:
+            for i, value in enumerate(floats):
+                at = self._floats_at + _ANY_WORDS * i
+                self._words[at : at + _ANY_WORDS] = array("Q", (_FLOAT, *unpack("Q", pack("d", value))))
+            self._floats = floats
+        kind, number = self._device
+        self._set_stream(kind, number, stream, self._before_at)
+        refused = self._call(self._handle, self._begin, self._count, self._result_at)
+        if (self._before.value or 0) != stream:
+            self._set_stream(kind, number, self._before, None)
+        if refused:
+            error = ctypes.c_void_p()
+            self._move_error(ctypes.byref(error))
+            self._release(error)
+        return not refused
+
+
+@cache
+def frame_library() -> ctypes.CDLL | None:
+    """TVM FFI's library, which frames call; None where it is not the one they are made for."""
+    try:
+        import tvm_ffi
+        from tvm_ffi.libinfo import find_libtvm_ffi
+
+        library = ctypes.CDLL(find_libtvm_ffi())
+    except (ImportError, OSError, RuntimeError):
+        return None
+    if not tvm_ffi.__version__.startswith(_ABI):
+        return None
+    signatures: dict[str, tuple[Any, ...]] = {
+        "TVMFFIFunctionCall": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p),
+        "TVMFFIEnvSetStream": (ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
+        "TVMFFIErrorMoveFromRaised": (ctypes.c_void_p,),
+        "TVMFFIObjectDecRef": (ctypes.c_void_p,),
+    }
+    for name, arguments in signatures.items():
+        getattr(library, name).argtypes = arguments
+    return library
