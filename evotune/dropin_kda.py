@@ -130,7 +130,7 @@ class Shipped:
 
 
 def shipped(choice: Choice) -> Shipped:
-    """Raises RuntimeError when a file is not the one that was exported."""
+    """Raises RuntimeError when a file is not the one that was exported, or the index not its own."""
     folder = HERE / "kernels" / _plain(choice.kernel)
     text = (folder / "manifest.json").read_bytes()
     _same_hash(folder / "manifest.json", text, index()["kernels"][choice.kernel])
@@ -139,9 +139,22 @@ def shipped(choice: Choice) -> Shipped:
     if len(mine) != 1:
         raise RuntimeError(f"{choice.kernel} has {len(mine)} objects {choice.label}; wanted is one")
     (built,) = mine
+    _same_scalars(choice, built["scalars"])
     path = folder / _plain(built["library"]["name"])
     _same_hash(path, path.read_bytes(), built["library"]["sha256"])
     return Shipped(manifest, built, path)
+
+
+def _same_scalars(choice: Choice, verified: Mapping[str, float]) -> None:
+    """`choose` believes the index, of which nobody has a hash."""
+    for row in available():
+        for name, value in verified.items():
+            says = row["scalars"].get(name)
+            if row["label"] == choice.label and says != value:
+                raise RuntimeError(
+                    f"{HERE / 'manifest.json'} gives workload {row['name']!r} {name} = {says}, "
+                    f"but {choice.kernel} was verified with {value}: export again"
+                )
 
 
 def _plain(name: str) -> str:

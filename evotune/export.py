@@ -55,6 +55,7 @@ from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization
 from evotune.setup import Setup
 from evotune.targets import Target
+from evotune.verify import fixed_scalars
 
 BLOCKS = 7  # the fewest whose extremes cover the median with 98 %; 6 give 97 %, 5 give 94 %
 FRONT_LIMIT = 12
@@ -311,6 +312,7 @@ class _Place:
             library=library_entry,
             reproducible=_reproducible(kernel, spec, files[object_entry.name]),
             resources=dict(artifact.resources.values),
+            scalars=fixed_scalars(setup.operator, spec),
             workspace=self.target.workspace(setup, candidate.knobs, spec),
         )
         return entry, files

@@ -86,6 +86,8 @@ class ObjectEntry(_Model):
         reproducible: whether this build and the one the study judged have the same bytes; None when the
             study's object is gone.
         resources: read from the object, unit in the name.
+        scalars: parameters to which every case of the gate gives this one value, such as lower_bound: it was
+            verified for no other.
         workspace: terms whose sum is what a caller hands over, at least what the kernel needs, beginning at a
             multiple of `WORKSPACE_ALIGNMENT` bytes; None where the library tells it itself.
     """
@@ -97,6 +99,7 @@ class ObjectEntry(_Model):
     library: FileEntry
     reproducible: bool | None
     resources: dict[Name, int]
+    scalars: Annotated[dict[Name, float], Field(max_length=16)]
     workspace: Annotated[tuple[WorkspaceTerm, ...], Field(max_length=64)] | None = None
 
     def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
@@ -295,7 +298,7 @@ class WorkloadEntry(_Model):
 
     Attributes:
         sizes: size parameters of the entry, such as N, T, H, HV.
-        scalars: scalar parameters the kernels were verified with.
+        scalars: scalar parameters of its calls.
         kernel: id of the kernel with the lowest time at export.
     """
 

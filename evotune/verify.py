@@ -238,6 +238,7 @@ class _Judge:
         for workload in self.index.workloads:
             if workload.kernel == id and workload.label not in labels:
                 raise _Broken(f"has no object {workload.label}, which workload {workload.name!r} goes to")
+        self._refuse_other_scalars(id, objects)
         same = [self._adopted(built, contents, manifest) for built in objects.values()]
         error = None if self.bench.unable.run else self._gate(objects, contents, manifest)
         rebuilt = self._rebuilds(objects, contents, manifest)
@@ -249,6 +250,23 @@ class _Judge:
             sanitizer=_sanitizer(manifest),
             kernel=True,
         )
+
+    def _refuse_other_scalars(self, id: str, objects: Objects) -> None:
+        """The drop-in takes calls with the values that the index and the manifest agree on. Raises _Broken
+        unless these are what the gate judges with."""
+        for spec, built in objects.items():
+            try:
+                ours = fixed_scalars(self.bench.operator, spec)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _Broken(f"its specializations are not understood: {error!r}") from error
+            if built.scalars != ours:
+                raise _Broken(f"object {built.label} says {_told(built.scalars)}, the gate has {_told(ours)}")
+            for workload in self.index.workloads:
+                if (workload.kernel, workload.label) == (id, built.label):
+                    theirs = {name: workload.scalars[name] for name in ours if name in workload.scalars}
+                    if theirs != ours:
+                        says = f"workload {workload.name!r} of the index says {_told(theirs)}"
+                        raise _Broken(f"{says}, the gate has {_told(ours)}")
 
     def _adopted(
         self, built: ObjectEntry, contents: dict[str, bytes], manifest: KernelManifest
@@ -291,6 +309,19 @@ class _Judge:
                     raise _Broken("its source, built here with the same toolchain, gives another object")
                 return False
         return True
+
+
+def fixed_scalars(operator: Operator, spec: Specialization) -> dict[str, float]:
+    """Scalar parameters of the entry to which every case of the full gate gives one and the same value."""
+    found: dict[str, set[float]] = {}
+    for case in operator.gate_cases(spec, "full"):
+        for name, value in operator.question(case.workload).scalars.items():
+            found.setdefault(name, set()).add(value)
+    return {name: min(values) for name, values in found.items() if len(values) == 1}
+
+
+def _told(scalars: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in scalars.items()) or "nothing"
 
 
 def _sanitizer(manifest: KernelManifest) -> str:

@@ -98,6 +98,7 @@ def kernel(
                 library=manifest.FileEntry.of(f"{spec.label}.so", library),
                 reproducible=True,
                 resources={"code_bytes": len(object_)},
+                scalars={"lower_bound": LOWER_BOUND},
                 workspace=WORKSPACE if gpu else None,
             )
         )

@@ -240,6 +240,21 @@ def test_a_changed_file_is_not_loaded(pareto: Path, tmp_path: Path, name: str) -
         exports.load_dropin(copy).kda_forward(**arguments(case()))
 
 
+@pytest.mark.parametrize("contract", ["plain", "production"])
+def test_an_index_that_offers_what_was_not_verified_is_not_believed(
+    pareto: Path, tmp_path: Path, contract: str
+) -> None:
+    """Its kernels' manifests are hashed, it is not: a lower_bound written into it is no evidence."""
+    copy = tampered(pareto, tmp_path)
+    index = json.loads((copy / "manifest.json").read_text())
+    for row in index["workloads"]:
+        row["scalars"]["lower_bound"] = -8.0
+    (copy / "manifest.json").write_text(json.dumps(index))
+    more = {"lower_bound": -8.0} if contract == "production" else {}
+    with pytest.raises(RuntimeError, match=r"gives workload '\w+' lower_bound = -8.0, but k-\w+ was .* -5.0"):
+        exports.load_dropin(copy).kda_forward(**arguments(case(contract)) | more)
+
+
 def test_another_processor_is_named_with_the_mend(pareto: Path, tmp_path: Path) -> None:
     module = exports.load_dropin(tampered(pareto, tmp_path))
     machine, _, flags = module._processor()

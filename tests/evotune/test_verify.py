@@ -335,6 +335,21 @@ def test_a_dispatch_to_an_object_that_is_not_there_is_found(copy: Path) -> None:
     assert problems(copy) == {"good": f"has no object {other.label}, which workload 'x' goes to"}
 
 
+def test_a_scalar_that_the_gate_does_not_judge_with_is_found(copy: Path) -> None:
+    """The drop-in would take calls with it, and the gate says nothing of them."""
+    index = json.loads((copy / "manifest.json").read_text())
+    index["workloads"][0]["scalars"] |= {"scale": 3.0}  # the gate has several: it is free
+    (copy / "manifest.json").write_text(json.dumps(index))
+    assert problems(copy) == {}
+    index["workloads"][0]["scalars"] |= {"lower_bound": -8.0}
+    (copy / "manifest.json").write_text(json.dumps(index))
+    told = "says lower_bound = -8.0, the gate has lower_bound = -5.0"
+    assert problems(copy) == {"good": f"workload 'w' of the index {told}"}
+    objects = json.loads((copy / "kernels" / "good" / "manifest.json").read_text())["objects"]
+    exports.reseal(copy, objects=[objects[0] | {"scalars": {"lower_bound": -8.0}}])
+    assert problems(copy) == {"good": f"object {PLAIN.label} {told}"}
+
+
 def test_a_workload_twice_is_found(copy: Path) -> None:
     index = json.loads((copy / "manifest.json").read_text())
     index["workloads"] *= 2
