@@ -41,7 +41,7 @@ class Bandit:
     def __init__(
         self, history: History, branches: Sequence[str], warmup: int, legal_count: int | None = None
     ) -> None:
-        """`branches` must live, so each has a passed candidate; each has `legal_count` configurations."""
+        """Each of `branches` has `legal_count` configurations and a passed candidate, or none yet."""
         passed = [entry for entry in history.entries if entry.passed]
         self._ranks = ranks(losses(history.columns, passed))
         self._primary = primary(history.columns)
@@ -63,7 +63,7 @@ class Bandit:
         arms = [arm for arm in self._arms if full is None or self._pulls[arm.branch] < full]
         if not arms:
             return None
-        young = [arm for arm in arms if self._pulls[arm.branch] < self._warmup]
+        young = [arm for arm in arms if self._pulls[arm.branch] < self._warmup or not arm.rows]
         if young:
             chosen = min(young, key=lambda arm: self._pulls[arm.branch])
         else:

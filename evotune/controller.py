@@ -135,8 +135,13 @@ def _tuned(
 
 
 def _competing(settings: Settings, history: History) -> list[str]:
-    """Living branches without the worst beyond `max_branches`; newcomers in warm-up always compete."""
+    """Living branches without the worst beyond `max_branches`; newcomers in warm-up always compete.
+
+    Beside the default kernel the seed branch is taken to live: the study ends where it does not.
+    """
     living = [branch.id for branch in history.living()]
+    if not living and history.in_flight == history.entries[0].asked.step:
+        return [SEED_BRANCH]
     if len(living) <= settings.max_branches:
         return living
     order = Bandit(history, living, settings.warmup).order()

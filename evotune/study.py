@@ -154,6 +154,7 @@ class StudyRun:
                 if self._ahead and self._cut_short() is None:
                     following = self._begin(step, landed=False)
                 self._land(flights)
+                self._refuse_broken_baseline()
                 if flights or not self._ahead:  # else the step after it may have results, too
                     self._promote(step, over=False)
                 flights = following
