@@ -228,8 +228,9 @@ class _Place:
             held.append(judged)
             evidence = judged.manifest.evidence
             shown = ", ".join(f"{t.workload} {t.speedup.median:.2f}×" for t in evidence.timings)
-            watched = f"; {evidence.sanitizer.line}" if evidence.sanitizer else ""
-            self.job.say(f"{number}/{len(chosen)} {kernel.id}: {shown}{watched}")
+            watched = evidence.sanitizer.line if evidence.sanitizer else ""
+            told = "; ".join(filter(None, (shown, judged.manifest.likeness, watched)))
+            self.job.say(f"{number}/{len(chosen)} {kernel.id}: {told}")
         return held, left_out
 
     def _judge(self, kernel: Chosen) -> Exported | str:

@@ -277,7 +277,9 @@ class KernelManifest(_Model):
     gpu: Gpu | None = None
     evidence: Evidence
     licence: Text
-    resembles: dict[Text, float] = Field(default_factory=dict)
+    resembles: Annotated[dict[Text, Annotated[float, Field(ge=0, le=1)]], Field(max_length=100)] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="after")
     def _nothing_twice(self) -> Self:
@@ -285,6 +287,15 @@ class KernelManifest(_Model):
         _once("object", (built.label for built in self.objects))
         _once("file", (MANIFEST, *(entry.name for entry in self.files())))
         return self
+
+    @property
+    def likeness(self) -> str:
+        """What it resembles most, in a phrase that a terminal can be trusted with; "" for nothing."""
+        if not self.resembles:
+            return ""
+        name, share = max(self.resembles.items(), key=lambda item: item[1])
+        others = f" and {len(self.resembles) - 1} more" if len(self.resembles) > 1 else ""
+        return f"resembles {_quoted(name[:100])} ({share:.0%} of its new text){others}"
 
     def files(self) -> Iterator[FileEntry]:
         yield self.source

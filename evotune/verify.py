@@ -48,6 +48,7 @@ class Finding:
         relinked: whether our link of the objects gives the shipped libraries; None when nothing was linked.
         rebuilt: whether a rebuild from source gives the same objects; None when nothing was built.
         sanitizer: what the manifest says of compute-sanitizer, which is not run again; "" off a GPU.
+        likeness: what the manifest says of a public kernel that it resembles; "" for none.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Finding:
     relinked: bool | None = None
     rebuilt: bool | None = None
     sanitizer: str = ""
+    likeness: str = ""
     kernel: bool = False
 
     @property
@@ -65,11 +67,8 @@ class Finding:
             return f"{self.name}: FAILED: {self.problem}"
         if not self.kernel:
             return f"{self.name}: ours"
-        return f"{self.name}: " + "; ".join(
-            word
-            for word in (self._gate_word, _LINKED[self.relinked], _REBUILT[self.rebuilt], self.sanitizer)
-            if word
-        )
+        judged = self._gate_word, _LINKED[self.relinked], _REBUILT[self.rebuilt]
+        return f"{self.name}: " + "; ".join(filter(None, (*judged, self.sanitizer, self.likeness)))
 
     @property
     def _gate_word(self) -> str:
@@ -248,6 +247,7 @@ class _Judge:
             relinked=_all(same),
             rebuilt=rebuilt,
             sanitizer=_sanitizer(manifest),
+            likeness=manifest.likeness,
             kernel=True,
         )
 

@@ -529,6 +529,15 @@ def test_what_the_sanitizer_said_is_part_of_the_evidence(
     assert said.endswith(f"; {line}")
 
 
+def test_what_a_kernel_resembles_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = {"fla 0.6 (MIT)": 0.43}
+    monkeypatch.setattr("evotune.export.resemblances", lambda text, own: alike)
+    done, said = exported(tmp_path, monkeypatch, WATCHED)
+    manifest = json.loads((done.out / "kernels" / "b00-0000" / "manifest.json").read_text())
+    assert manifest["resembles"] == alike
+    assert "; resembles 'fla 0.6 (MIT)' (43% of its new text); compute-sanitizer" in said
+
+
 def section(data: bytes, name: str) -> int:
     """Offset of a section's first byte."""
     return next(s.offset for s in Elf(data).sections if s.name == name)

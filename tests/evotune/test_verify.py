@@ -380,6 +380,23 @@ def test_specializations_of_an_enemy(copy: Path, specialization: dict[str, objec
     assert problems(copy)["good"]
 
 
+@pytest.mark.parametrize(
+    ("resembles", "phrase"),
+    [
+        ({}, ""),
+        ({"fla 0.6 (MIT)": 0.43}, "resembles 'fla 0.6 (MIT)' (43% of its new text)"),
+        ({"a": 0.1, "b\x1b[2J": 0.2}, r"resembles 'b\x1b[2J' (20% of its new text) and 1 more"),
+    ],
+)
+def test_whose_kernel_one_resembles_is_said(copy: Path, resembles: dict[str, float], phrase: str) -> None:
+    """Whoever ships it wants to know whose licence it may be under."""
+    exports.reseal(copy, resembles=resembles)
+    (found,) = (finding for finding in verify(copy).findings if finding.name == "good")
+    assert found.likeness == phrase
+    assert found.line.endswith(phrase)
+    assert ("resembles" in found.line) == bool(phrase)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", "\0", '{"format": 1}'])
 def test_an_unusable_directory(copy: Path, text: str) -> None:
     (copy / "manifest.json").write_text(text)
