@@ -1,5 +1,6 @@
 """Layout, guards and poison of the shared arena, without any process."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -116,6 +117,16 @@ def test_changed_bits_sees_a_sign_of_zero() -> None:
     first = {"y": np.zeros(4, np.float32)}
     assert changed_bits(first, {"y": first["y"].copy()}) is None
     assert changed_bits(first, {"y": np.array([0, 0, -0.0, 0], np.float32)}) is not None
+
+
+def test_large_outputs_are_compared_at_the_speed_of_memory() -> None:
+    """A hundred states of four heads are 26 MB; compared byte by byte, one of 17 further calls took 2.1 s."""
+    first = {"final_state": np.ones((100, 4, 128, 128), np.float32)}
+    second = {name: array.copy() for name, array in first.items()}
+    begun = time.thread_time()
+    assert changed_bits(first, second) is None
+    assert unwritten(first) is None
+    assert time.thread_time() - begun < 0.5
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
