@@ -8,13 +8,14 @@ It starts in two steps, so that a spare one can stand ready: it imports torch, a
 context and touches everything that is slow the first time. No byte of a candidate is in it before LOAD.
 
 Like the host's runner it knows no truth and decides nothing. A gate call mirrors the shared arena: what lies
-there, guards included, is copied to the GPU at the same offsets, the kernel is called on it, everything is
-copied back, and the parent looks. Timed problems are too large for that: their inputs are gathered here from
-a small solved problem (PREPARE, FILL), and the parent fetches what it compares (FETCH).
+there, guards included, is copied to the GPU at the same offsets (BRING), the kernel is called on it (CALL),
+everything is copied back (TAKE), and the parent looks. Timed problems are too large for that: their inputs
+are gathered here from a small solved problem (PREPARE, FILL), and the parent fetches what it compares
+(FETCH).
 
-Other judge processes share the GPU. PREPARE and FETCH copy and start no kernel, so that they may run while
-another's calls are timed; for what starts kernels the parent gives each process a turn of its own. Each
-report of such an operation says how long the GPU was at work for it, by events: "busy_us".
+Other judge processes share the GPU. BRING, TAKE, PREPARE and FETCH copy and start no kernel, so that they
+may run while another's calls are timed; for what starts kernels the parent gives each process a turn of its
+own. Each report of such an operation says how long the GPU was at work for it, by events: "busy_us".
 
 The candidate's launch code runs in this process, so what it says is checked by the parent where it can be:
 see `evotune.fitness.cuda_timing`.
@@ -51,7 +52,8 @@ _wire = beside(__file__, "_runner_child")
 REPORT_BYTES = 1 << 16
 """At the end of the arena: the JSON that goes with a reply whose value is its length."""
 
-OPEN, LOAD, CALL, PREPARE, FILL, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY, APART = range(16, 29)
+OPEN, LOAD, BRING, CALL, TAKE, APART = range(16, 22)
+PREPARE, FILL, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY = range(22, 31)
 OK, RAISED = 0, 3
 Job = dict[str, Any]
 Report = dict[str, Any]
@@ -181,11 +183,14 @@ class Server:
         self.host = self.torch.frombuffer(arena, dtype=self.torch.uint8)[: self.size]
         self.functions: list[Callable[..., object]] = []
         self.sets: dict[int, _Set] = {}
+        self.brought: tuple[slice, list[Any]] = slice(0), []
         self.spans: list[tuple[Any, Any]] = []
         self.operations: dict[int, Callable[[Job], Report]] = {
             OPEN: self.open,
             LOAD: self.load,
+            BRING: self.bring,
             CALL: self.call,
+            TAKE: self.take,
             APART: self.call_apart,
             PREPARE: self.prepare,
             FILL: self.fill,
@@ -289,20 +294,29 @@ class Server:
         self.mirror[part].copy_(self.host[part])
         return part, self.tensors(self.mirror, job["arguments"])
 
+    def bring(self, job: Job) -> Report:
+        """Mirror bytes [begin, end) to the GPU for a call. No kernel."""
+        self.brought = self.mirrored(job)
+        return {}
+
     def call(self, job: Job) -> Report:
-        """Mirror bytes [begin, end) to the GPU, call, mirror them back; how long the call took, in ns."""
-        part, arguments = self.mirrored(job)
+        """Call on what was brought; how long that took, in ns."""
+        _, arguments = self.brought
         self.device.synchronize()
         start = perf_counter_ns()
         with self.working():
             self.functions[job["object"]](*arguments)
         self.device.synchronize()
-        ns = perf_counter_ns() - start
+        return {"ns": perf_counter_ns() - start}
+
+    def take(self, job: Job) -> Report:
+        """Mirror what was brought back to the arena. No kernel."""
+        part, _ = self.brought
         self.host[part].copy_(self.mirror[part])
-        return {"ns": ns}
+        return {}
 
     def call_apart(self, job: Job) -> Report:
-        """As `call`, every buffer an allocation of its own, so that a memory checker knows its bounds."""
+        """All three at once, each buffer an allocation of its own: a memory checker knows its bounds."""
         part, arguments = self.mirrored(job)
         apart = [a.clone() if isinstance(a, self.torch.Tensor) else a for a in arguments]
         self.functions[job["object"]](*apart)

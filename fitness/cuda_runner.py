@@ -281,7 +281,7 @@ class CudaProcess(Worker):
         """Raises SandboxError when the process does not come up. It dies with the thread that makes it."""
         super().__init__(cell.arena_bytes)
         self._usage = cell.usage
-        self._call = child.CALL if cell.checker is None else child.APART
+        self._apart = cell.checker is not None
         self._signatures: list[Sequence[DeviceParameter]] = []
         self._workspaces: list[Workspace] = []
         self._waited_s = 0.0
@@ -362,8 +362,15 @@ class CudaProcess(Worker):
             "end": placement.end,
             "arguments": arguments(self._signatures[index], placement),
         }
-        inside_ns = self._number(self.ask(self._call, job, timeout_s), "ns")
-        return Call(int(inside_ns), int(self._waited_s * 1e9))
+        if self._apart:
+            said = self.ask(child.APART, job, timeout_s)
+        else:
+            self.ask(child.BRING, job, timeout_s)
+            said = self.ask(child.CALL, {"object": index}, timeout_s)
+        call = Call(int(self._number(said, "ns")), int(self._waited_s * 1e9))
+        if not self._apart:
+            self.ask(child.TAKE, {}, timeout_s)
+        return call
 
     def fence(self, placement: Placement) -> None:
         """Nothing to take away: GPU memory has no rights by the page. Guards hold NaNs; see `sanitize`."""

@@ -31,7 +31,7 @@ class Forger(CudaProcess):
 
     def __init__(self, *reports: bytes) -> None:
         Worker.__init__(self, 1 << 20)
-        self._usage, self._call, self._waited_s = Usage(), child.CALL, 0.0
+        self._usage, self._apart, self._waited_s = Usage(), False, 0.0
         self._signatures = [SIGNATURE]
         self._reports = deque(reports)
 
@@ -62,7 +62,7 @@ class Forger(CudaProcess):
 )
 def test_a_report_that_is_none_is_forged(report: bytes) -> None:
     assert len(report) <= child.REPORT_BYTES
-    forger = Forger(report)
+    forger = Forger(b"{}", report)
     with pytest.raises(Fault) as told:
         forger.call(0, PLACEMENT, 1.0)
     assert told.value.failure is Failure.FORGED
