@@ -216,9 +216,12 @@ def spent(history: History) -> float:
     return contests + sum(confirmation.seconds for confirmation in history.confirmations)
 
 
-def bars(history: History) -> Bars:
-    """What a candidate must come near on each workload to be timed in full: see `racing`."""
-    found: dict[str, float] = {}
+def bars(history: History, workloads: Sequence[str] = ()) -> Bars:
+    """What a candidate must come near on each workload to be timed in full: see `racing`.
+
+    Before anybody passed it is the default's own speed on `workloads`, by which all are measured.
+    """
+    found = dict.fromkeys(workloads, 1.0)
     passed = [entry.passed for entry in standing(history) if entry.passed]
     for group in _groups(history):
         best = max(passed, key=lambda candidate: screened(candidate, group))

@@ -20,6 +20,7 @@ from evotune.controller import Plan, Slot, decide
 from evotune.errors import EvotuneError, SandboxError, StudyError
 from evotune.fitness.evaluation import Evaluation, Evaluator
 from evotune.fitness.outcome import Failed, Outcome, Retry, Stage
+from evotune.fitness.racing import NO_BARS
 from evotune.history import Entry, History, fold
 from evotune.journal import writing
 from evotune.mutators.mutator import Mutator
@@ -226,11 +227,12 @@ class StudyRun:
         slots = [slot for slot in plan.slots if slot.index in asked or not whole]
         missing = [slot for slot in slots if slot.index not in judged]
         # Each is submitted as soon as it is asked for: the first ones build while the sampler thinks on.
-        bars = promotion.bars(before)
+        bars = promotion.bars(before, [workload.name for workload in self.setup.workloads])
         flights = []
         for slot in missing:
             ask, candidate = self._ask(plan.step, slot, asked.get(slot.index), before)
-            flights.append((ask, self._evaluator.submit(candidate, bars)))
+            # The default is what others are measured by: it is timed in full.
+            flights.append((ask, self._evaluator.submit(candidate, bars if slot.index else NO_BARS)))
         if plan.mutation is not None and not whole:
             self._structures.take(plan, before, earlier)
         return flights

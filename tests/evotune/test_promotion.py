@@ -303,6 +303,8 @@ def test_bars_are_what_the_groups_best_reached_on_each_workload() -> None:
     state = history([pair(1.0, 1.0), pair(2.0, 0.9), pair(1.2, 1.6)])
     assert bars(state) == {"long 1": 1.2, "long 2": 1.6, "short 1": 1.0}
     assert bars(history([])) == {}
+    assert bars(history([]), ["long 1", "short 1"]) == {"long 1": 1.0, "short 1": 1.0}
+    assert bars(state, ["long 1", "long 2", "short 1"]) == bars(state)
 
 
 def test_who_was_found_wrong_sets_no_bar() -> None:

@@ -192,6 +192,15 @@ def test_candidates_race_against_the_best_known_when_they_were_asked_for(tmp_pat
     assert status(loop.history, 0.0)["seconds"]["saved_by_races"] == 14 * 0.25
 
 
+def test_beside_the_default_candidates_race_against_its_speed(tmp_path: Path) -> None:
+    setup = setup_of(study_file(tmp_path, AHEAD), trials=14)
+    device = ToyDevice(setup)
+    loop = run_study(setup, device)
+    beside = [bars for e, bars in zip(loop.history.entries, device.bars, strict=True) if e.asked.step == 1]
+    assert device.bars[0] == {}
+    assert beside == [{"long": 1.0, "short": 1.0}] * len(beside) != []
+
+
 def test_trouble_that_is_not_the_candidates_is_tried_again(tmp_path: Path) -> None:
     setup = setup_of(study_file(tmp_path), trials=12)
     loop = run_study(setup, ToyDevice(setup, {2: Retry("the disk was full"), 6: Retry("again")}))
