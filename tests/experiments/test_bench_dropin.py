@@ -42,7 +42,7 @@ def kda(pareto: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = exports.load_dropin(pareto)
     monkeypatch.setattr(bench_dropin, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(module, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(module, "_DEVICE", "cpu")
     monkeypatch.setattr(module, "_check_gpu", lambda judged_on, device: None)
