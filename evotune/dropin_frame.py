@@ -26,13 +26,21 @@ _CODES = {  # DLDataType: code and bits
     torch.bfloat16: (4, 16),
 }
 _DEVICES = {"cpu": 1, "cuda": 2}
+_OBJECT_BYTES = 24  # TVMFFIObject, what an error's kind and message lie behind (TVMFFIErrorCell)
 
 Described = tuple[Sequence[int], torch.dtype]
 """Shape and type of a compact tensor."""
 
 
+class _Text(ctypes.Structure):
+    """TVMFFIByteArray."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
 class Frame:
-    """The arguments of one function, for the calls of one thread: nobody else may fill them in between."""
+    """The arguments of one function, for the calls of one thread: nobody else may fill them in between, nor a
+    handler of signals in that thread."""
 
     def __init__(
         self,
@@ -87,8 +95,11 @@ class Frame:
         words[place + 4] = self._begin + 8 * (extents + rank)
 
     def call(self, addresses: Sequence[int], floats: tuple[float, ...], stream: int) -> bool:
-        """Call the function on tensors at these addresses, on a stream. False when it refused, and has
-        launched nothing; why is for its Python layer to say."""
+        """Call the function on tensors at these addresses, on a stream.
+
+        False when it refused its arguments, before it launched anything; why is for its Python layer to say.
+        Raises RuntimeError for whatever else went wrong.
+        """
         self._addresses[:] = array("Q", addresses)
         if floats != self._floats:
             for i, value in enumerate(floats):
@@ -97,14 +108,21 @@ class Frame:
             self._floats = floats
         kind, number = self._device
         self._set_stream(kind, number, stream, self._before_at)
-        refused = self._call(self._handle, self._begin, self._count, self._result_at)
+        failed = self._call(self._handle, self._begin, self._count, self._result_at)
         if (self._before.value or 0) != stream:
             self._set_stream(kind, number, self._before, None)
-        if refused:
-            error = ctypes.c_void_p()
-            self._move_error(ctypes.byref(error))
-            self._release(error)
-        return not refused
+        return not failed or self._refusal()
+
+    def _refusal(self) -> bool:
+        """False for a TypeError or a ValueError. Raises RuntimeError for another one, as `call` does."""
+        error = ctypes.c_void_p()
+        self._move_error(ctypes.byref(error))
+        cell = (_Text * 2).from_address((error.value or 0) + _OBJECT_BYTES)
+        kind, message = (ctypes.string_at(text.data, text.size).decode(errors="replace") for text in cell)
+        self._release(error)
+        if kind not in ("TypeError", "ValueError"):
+            raise RuntimeError(f"{kind}: {message}")
+        return False
 
 
 @cache
@@ -126,5 +144,8 @@ def frame_library() -> ctypes.CDLL | None:
         "TVMFFIObjectDecRef": (ctypes.c_void_p,),
     }
     for name, arguments in signatures.items():
-        getattr(library, name).argtypes = arguments
+        function = getattr(library, name, None)
+        if function is None:
+            return None
+        function.argtypes = arguments
     return library

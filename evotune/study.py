@@ -232,7 +232,12 @@ class StudyRun:
         for slot in missing:
             ask, candidate = self._ask(plan.step, slot, asked.get(slot.index), before)
             # The default is what others are measured by: it is timed in full.
-            flights.append((ask, self._evaluator.submit(candidate, bars if slot.index else NO_BARS)))
+            flights.append(
+                (
+                    ask,
+                    self._evaluator.submit(candidate, NO_BARS if slot.index == promotion.BASELINE else bars),
+                )
+            )
         if plan.mutation is not None and not whole:
             self._structures.take(plan, before, earlier)
         return flights
@@ -242,7 +247,8 @@ class StudyRun:
         keeps them from being recorded."""
         trouble: EvotuneError | None = None
         for ask, future in flights:
-            trouble = self._collect(ask, future) or trouble
+            met = self._collect(ask, future)
+            trouble = trouble or met  # later ones follow from the first
         if trouble is not None:
             raise trouble
 

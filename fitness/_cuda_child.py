@@ -52,14 +52,16 @@ _wire = beside(__file__, "_runner_child")
 REPORT_BYTES = 1 << 16
 """At the end of the arena: the JSON that goes with a reply whose value is its length."""
 
-OPEN, LOAD, BRING, CALL, TAKE, APART = range(16, 22)
-PREPARE, FILL, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY = range(22, 31)
+MIRROR_BYTES = 64 << 20
+"""Of the arena that calls are mirrored from, at first: the gate's cases seldom take more."""
+
+OPEN, LOAD, GROW, BRING, CALL, TAKE, APART = range(16, 23)
+PREPARE, FILL, ARM, SAMPLE, CHECK, FETCH, RELEASE, HOST, COPY = range(23, 32)
 OK, RAISED = 0, 3
 Job = dict[str, Any]
 Report = dict[str, Any]
 
 _CYCLES_PER_US = 2000
-_MIRROR_BYTES = 64 << 20  # at first; what the gate's cases take is seldom more
 _ROW_WORDS = 4096
 _FEW = 16  # up to so many columns torch's index_select takes 30 ms for 32,768 rows (2.11, H200)
 _RAISES = (RuntimeError, TypeError, ValueError, AttributeError, MemoryError, OSError, LookupError)
@@ -188,6 +190,7 @@ class Server:
         self.operations: dict[int, Callable[[Job], Report]] = {
             OPEN: self.open,
             LOAD: self.load,
+            GROW: self.grow,
             BRING: self.bring,
             CALL: self.call,
             TAKE: self.take,
@@ -224,7 +227,7 @@ class Server:
 
     def open(self, job: Job) -> Report:
         facts: Report = self.device.open()
-        self.mirror = self.bytes_on_device(min(self.size, _MIRROR_BYTES))
+        self.mirror = self.bytes_on_device(min(self.size, MIRROR_BYTES))
         with self.device.on_stream():
             self.rehearse()
         # All that torch imported is never looked through again: one collection of it takes 0.1 s.
@@ -289,10 +292,15 @@ class Server:
     def mirrored(self, job: Job) -> tuple[slice, list[Any]]:
         """Copy bytes [begin, end) of the arena to the same place on the GPU; they, and a call's arguments."""
         if self.mirror.numel() < job["end"]:
-            self.mirror = self.bytes_on_device(min(self.size, 2 * job["end"]))
+            self.grow({"bytes": job["end"]})
         part = slice(job["begin"], job["end"])
         self.mirror[part].copy_(self.host[part])
         return part, self.tensors(self.mirror, job["arguments"])
+
+    def grow(self, job: Job) -> Report:
+        """A mirror of so many bytes; to allocate them disturbs what is timed meanwhile."""
+        self.mirror = self.bytes_on_device(min(self.size, job["bytes"]))
+        return {}
 
     def bring(self, job: Job) -> Report:
         """Mirror bytes [begin, end) to the GPU for a call. No kernel."""

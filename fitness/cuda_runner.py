@@ -56,7 +56,10 @@ _CAPTURE = ("capture", "capturing")
 _LEAST_US = 0.1  # no kernel starts and ends in less
 # What starts kernels, or allocates gigabytes.
 _IN_TURN = frozenset(
-    {child.CALL, child.APART, child.FILL, child.ARM, child.SAMPLE, child.CHECK, child.HOST, child.COPY}
+    {
+        *(child.GROW, child.CALL, child.APART, child.FILL, child.ARM),
+        *(child.SAMPLE, child.CHECK, child.HOST, child.COPY),
+    }
 )
 
 KINDS = ("graph", "plain")
@@ -285,6 +288,7 @@ class CudaProcess(Worker):
         self._signatures: list[Sequence[DeviceParameter]] = []
         self._workspaces: list[Workspace] = []
         self._waited_s = 0.0
+        self._mirrored = child.MIRROR_BYTES
         try:
             self._process = self._start(cell)
             for number in (0, 1):
@@ -365,11 +369,14 @@ class CudaProcess(Worker):
         if self._apart:
             said = self.ask(child.APART, job, timeout_s)
         else:
-            self.ask(child.BRING, job, timeout_s)
+            if placement.end > self._mirrored:
+                self._mirrored = 2 * placement.end
+                self.ask(child.GROW, {"bytes": self._mirrored}, _SETUP_S)
+            self.ask(child.BRING, job, _SETUP_S)
             said = self.ask(child.CALL, {"object": index}, timeout_s)
         call = Call(int(self._number(said, "ns")), int(self._waited_s * 1e9))
         if not self._apart:
-            self.ask(child.TAKE, {}, timeout_s)
+            self.ask(child.TAKE, {}, _SETUP_S)
         return call
 
     def fence(self, placement: Placement) -> None:

@@ -246,7 +246,8 @@ class LegalPoolSampler(LegalSampler):
     def _drawn(self, block: int) -> list[Cell]:
         """The random cells of a block of candidates; the last block's are kept."""
         if self._block[0] != block:
-            rng = np.random.default_rng([self._seed, block, self._plan.shared])  # no candidate's own stream
+            # No candidate's own stream: the third number must not be 0, with which a seed is padded.
+            rng = np.random.default_rng([self._seed, block, self._plan.shared])
             self._block = block, self._space.sample_cells(rng, self._plan.drawn)
         return list(self._block[1])
 

@@ -92,15 +92,15 @@ def test_memory_is_written_where_it_lies() -> None:
 
 
 def test_a_refusal_leaves_nothing_behind() -> None:
-    class Reason(ValueError):
-        pass
+    class Word(str):
+        __slots__ = ("__weakref__",)
 
     reasons: list[Any] = []
 
     def refuse(x: Any) -> None:
-        reason = Reason("misaligned")
-        reasons.append(weakref.ref(reason))
-        raise reason
+        word = Word("misaligned")
+        reasons.append(weakref.ref(word))
+        raise ValueError(word)
 
     x = torch.zeros(2)
     frame = framed(refuse, [((2,), torch.float32)])
@@ -110,6 +110,21 @@ def test_a_refusal_leaves_nothing_behind() -> None:
     assert taking.call(addresses(x), (), 0)
     gc.collect()
     assert [reason() for reason in reasons] == [None, None]
+
+
+def test_what_is_no_refusal_is_raised() -> None:
+    """A second launch that fails must not be made again: the first one is under way."""
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise RuntimeError("CUDA Error: out of memory")
+
+    frame = framed(fail)
+    with pytest.raises(RuntimeError, match="RuntimeError: CUDA Error: out of memory"):
+        frame.call((), (), 0)
+    assert len(calls) == 1
+    assert framed(lambda: None).call((), (), 0)
 
 
 def test_the_stream_is_the_calls_own() -> None:

@@ -32,6 +32,7 @@ class Forger(CudaProcess):
     def __init__(self, *reports: bytes) -> None:
         Worker.__init__(self, 1 << 20)
         self._usage, self._apart, self._waited_s = Usage(), False, 0.0
+        self._mirrored = child.MIRROR_BYTES
         self._signatures = [SIGNATURE]
         self._reports = deque(reports)
 
