@@ -467,7 +467,10 @@ class _Plan:
         return cu
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return _kept(("zeros", shape), self.index, lambda: torch.zeros(shape, device=self.device))
+        def make() -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+        return _kept(("zeros", shape), self.index, make)
 
     def _regular(self) -> Tensor:
         """cu_seqlens of a batch of equal lengths."""
@@ -502,7 +505,7 @@ class _Plan:
             raise ValueError(f"cu_seqlens must ascend from 0 to T = {tokens} at most")
         if self.contract == "plain" and ends[-1] > 0:
             for name, x, bounds in (("g", g, (self.least, 0.0)), ("beta", beta, (0.0, 1.0))):
-                found = x[: ends[-1]]
+                found = x.flatten(0, 1)[: ends[-1]]
                 least, most = float(found.min()), float(found.max())
                 if not (least >= bounds[0] and most <= bounds[1]):
                     raise ValueError(f"{name} spans {least} to {most}; verified are {list(bounds)}")

@@ -1,5 +1,6 @@
 """The drop-in for a GPU, whose kernels are played by the host's on CPU tensors; all else is the real text."""
 
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -186,6 +187,22 @@ def test_production_without_gate_parameters_takes_zeros(kda: Any) -> None:
     given_zeros, _ = kda.kda_forward(**given | zeros)
     assert torch.equal(plain, given_zeros)
     assert not torch.equal(plain, kda.kda_forward(**given)[0])
+
+
+def test_torchs_default_dtype_changes_nothing(kda: Any) -> None:
+    """Serving sets it to bfloat16; what the drop-in makes itself stays what the kernel takes."""
+    given = arguments(case("production", initial_state=True))
+    left_out = {name: x for name, x in given.items() if name not in ("A_log", "dt_bias")}
+    wanted = kda.kda_forward(**left_out, state_v_first=True)
+    kda._plans.clear()
+    kda._constants.clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(2):
+            found = kda.kda_forward(**left_out, state_v_first=True)
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_half_precision_gates_are_widened_in_the_plain_contract(kda: Any) -> None:
@@ -491,7 +508,12 @@ def test_values_are_looked_at_when_asked(
     with pytest.raises(ValueError, match=message):
         kda.kda_forward(**given | change, check_values=True)
     # Rows after the last sequence may hold anything.
-    kda.kda_forward(**given | {"g": ONES, "cu_seqlens": torch.tensor([0, 0])}, check_values=True)
+    for last in (0, 30):
+        late = torch.where(torch.arange(37)[:, None, None] < last, -ONES, math.nan)
+        kda.kda_forward(**given | {"g": late, "cu_seqlens": torch.tensor([0, last])}, check_values=True)
+        kda.kda_forward(
+            **given | {"beta": late[..., 0].abs(), "cu_seqlens": torch.tensor([0, last])}, check_values=True
+        )
 
 
 def test_a_compiled_function_calls_it_as_one_operator(kda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
