@@ -9,7 +9,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import mul
 from struct import pack, unpack
 from typing import Any
@@ -65,34 +65,41 @@ class Frame:
         described = [tensor for tensor in tensors if tensor is not None]
         first = _ANY_WORDS * self._count
         extents = first + _DESCRIPTOR_WORDS * len(described)
-        ranks = [len(shape) for shape, _ in described]
-        self._words = words = array("Q", bytes(8 * (extents + 2 * sum(ranks))))
-        self._begin, _ = words.buffer_info()
-        self._addresses = memoryview(words)[first:extents:_DESCRIPTOR_WORDS]
+        size = extents + 2 * sum(len(shape) for shape, _ in described)
+        self._words = array("Q", bytes(8 * size))
+        self._begin, _ = self._words.buffer_info()
+        self._addresses = memoryview(self._words)[first:extents:_DESCRIPTOR_WORDS]
         self._floats_at = _ANY_WORDS * (self._count - floats)
         self._floats: tuple[float, ...] = ()
+        values = [*self._arguments(tensors, integers, floats), *self._descriptors(described, extents)]
+        memoryview(self._words)[:] = array("Q", values)
 
-        places = iter(range(first, extents, _DESCRIPTOR_WORDS))
-        for i, tensor in enumerate(tensors):
-            if tensor is not None:
-                place = next(places)
-                words[_ANY_WORDS * i : _ANY_WORDS * (i + 1)] = array("Q", (_TENSOR, self._begin + 8 * place))
-                self._describe(place, extents, *tensor)
-                extents += 2 * len(tensor[0])
-        for i, value in enumerate(integers, start=len(tensors)):
-            words[_ANY_WORDS * i : _ANY_WORDS * (i + 1)] = array("Q", (_INT, value))
+    def _arguments(
+        self, tensors: Sequence[Described | None], integers: Sequence[int], floats: int
+    ) -> list[int]:
+        """A TVMFFIAny each: its type, and a number or where a descriptor lies. A call brings the floats."""
+        places = count(self._begin + 8 * _ANY_WORDS * self._count, 8 * _DESCRIPTOR_WORDS)
+        values: list[int] = []
+        for tensor in tensors:
+            values += (_NONE, 0) if tensor is None else (_TENSOR, next(places))
+        for integer in integers:
+            values += (_INT, integer)
+        return values + [_NONE, 0] * floats
 
-    def _describe(self, place: int, extents: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """A DLTensor without its address: device, rank, type, where shape and strides lie, no offset."""
-        words, rank = self._words, len(shape)
-        code, bits = _CODES[dtype]
-        strides = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1]
-        words[extents : extents + 2 * rank] = array("Q", (*shape, *strides))
+    def _descriptors(self, described: Sequence[Described], extents: int) -> list[int]:
+        """A DLTensor for each: address, device, rank and type, where shape and strides lie, offset. Behind
+        them, from word `extents` on, those shapes and strides."""
         kind, number = self._device
-        words[place + 1] = kind | number << 32
-        words[place + 2] = rank | (code | bits << 8 | 1 << 16) << 32
-        words[place + 3] = self._begin + 8 * extents
-        words[place + 4] = self._begin + 8 * (extents + rank)
+        values: list[int] = []
+        for shape, dtype in described:
+            rank, (code, bits) = len(shape), _CODES[dtype]
+            at = self._begin + 8 * extents
+            typed = rank | (code | bits << 8 | 1 << 16) << 32
+            values += (0, kind | number << 32, typed, at, at + 8 * rank, 0)
+            extents += 2 * rank
+        for shape, _ in described:
+            values += (*shape, *reversed([*accumulate(reversed(shape[1:]), mul, initial=1)]))
+        return values
 
     def call(self, addresses: Sequence[int], floats: tuple[float, ...], stream: int) -> bool:
         """Call the function on tensors at these addresses, on a stream.
