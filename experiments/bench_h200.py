@@ -2,6 +2,7 @@
 
     python experiments/bench_h200.py sweep OUT.csv              needs a GPU of compute capability 9.0
     python experiments/bench_h200.py tables SWEEP.csv FOLDER    anywhere; pictures where there is Chromium
+    python experiments/bench_h200.py journal STUDY OUT.jsonl    a study's journal, small enough to be kept
 
 The sweep judges and times, through the study's own judge, every combination of a few knobs whose others keep
 their default, in random order and each beside the default kernel; so a cell of a table differs from its
@@ -11,6 +12,7 @@ Relative performance is a ratio to the fastest configuration of the sweep on the
 
 import argparse
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,8 @@ import numpy as np
 
 from evotune import config, setup
 from evotune.fitness.outcome import Failed, Outcome, Passed
+from evotune.journal import read
+from evotune.records import to_json
 from evotune.search_space.branch import Candidate
 from evotune.search_space.templates.kda_sm90_chunked_plan import Plan
 
@@ -251,6 +255,26 @@ def draw(figure: "go.Figure", out: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
+def compact(value: Any) -> Any:
+    """A record as it is kept: of timed samples how many and their medians, and no sources."""
+    if isinstance(value, list):
+        return [compact(item) for item in value]
+    if not isinstance(value, dict):
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+    kept = {name: compact(item) for name, item in value.items() if name not in ("source", "log")}
+    mine, theirs = (kept.pop(name, None) for name in ("samples_us", "baseline_samples_us"))
+    if mine and theirs:
+        medians = {"median_us": median(mine), "baseline_median_us": median(theirs)}
+        kept |= {"samples": len(mine), **compact(medians)}
+    return kept
+
+
+def keep_journal(study: Path, out: Path) -> None:
+    """One line a record: asks, verdicts with times and seconds, contests block by block, confirmations."""
+    lines = [json.dumps(compact(to_json(record)), sort_keys=True) for record in read(study).records]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -262,11 +286,16 @@ def main() -> None:
     command = commands.add_parser("tables")
     command.add_argument("sweep", type=Path)
     command.add_argument("folder", type=Path)
+    command = commands.add_parser("journal")
+    command.add_argument("study", type=Path)
+    command.add_argument("out", type=Path)
     given = parser.parse_args()
     if given.command == "sweep":
         sweep(given.out, given.seed)
-    else:
+    elif given.command == "tables":
         tables(given.sweep, given.folder)
+    else:
+        keep_journal(given.study, given.out)
 
 
 if __name__ == "__main__":

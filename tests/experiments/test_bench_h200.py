@@ -1,10 +1,14 @@
 """The factorial sweep without a GPU: which cells it visits, and what its tables say of recorded rows."""
 
 import csv
+import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
+
+from tests.evotune.toy import run_study, setup_of, study_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -52,3 +56,25 @@ def test_tables_divide_the_machines_drift_out(
     best_us = 200.0 - 2 * 32 + 3
     shown = {float(cell) for row in rows for cell in row.split("|")[2:-1] if cell.strip()}
     assert shown == {round(best_us / 172.0, 2), round(best_us / 140.0, 2)}
+
+
+def test_a_kept_journal_tells_times_without_samples(tmp_path: Path) -> None:
+    study = tmp_path / "toy.study"
+    setup = setup_of(study_file(tmp_path), trials=6, directory=study.name)
+    loop = run_study(setup)
+    out = tmp_path / "journal.jsonl"
+    bench_h200.keep_journal(study, out)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == len(loop.opened.records)
+    results = [record for record in records if record["kind"] == "result"]
+    for entry, kept in zip(loop.history.judged, results, strict=True):
+        assert entry.passed is not None
+        assert entry.judged is not None
+        told = kept["outcome"]["measurements"]
+        assert [m["samples"] for m in told] == [len(m.samples_us) for m in entry.passed.measurements]
+        for m, found in zip(entry.passed.measurements, told, strict=True):
+            assert found["median_us"] == pytest.approx(median(m.samples_us), rel=1e-5)
+        assert kept["elapsed_s"] == pytest.approx(entry.judged.elapsed_s, rel=1e-5)
+    text = out.read_text()
+    assert "samples_us" not in text
+    assert '"source"' not in text
