@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -29,6 +31,7 @@ LANES = range(WARP)
 SIZES = {"N": 3, "T": 100, "HV": 4}
 
 
+OBJECTS = Path(__file__).parents[2] / "experiments" / "kda_h200" / "objects.toml"
 SPECS = (spec(), spec("plain"), spec(K=64, V=64), spec("plain", K=64, V=128))
 
 
@@ -395,6 +398,22 @@ def test_a_sample_compiles_within_its_budget(build: Build) -> None:
         assert values["kernels"] == 2
         assert b"__tvm_ffi_kda_forward" in compiled.object
     assert len({code(compiled) for compiled, _ in results}) == len(units)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(400)
+def test_every_configuration_that_is_shipped_compiles(build: Build) -> None:
+    """Those that stand beside the peers; the two contracts in turn."""
+    shipped = tomllib.loads(OBJECTS.read_text(encoding="utf-8"))
+    chosen = [replace(KdaSm90ChunkedKnobs(), **changed) for changed in shipped.values()]
+    contracts = [spec(contract) for contract in ("plain", "production")]
+    assert all(TEMPLATE.why_not(knobs, each) is None for knobs in chosen for each in contracts)
+    units = [
+        TEMPLATE.unit(TEMPLATE.source, knobs, contracts[number % 2]) for number, knobs in enumerate(chosen)
+    ]
+    resources = [found.values for _, found in build(units)]
+    assert [found["kernels"] for found in resources] == [2] * len(units)
+    assert max(found["spill_bytes"] for found in resources) <= 8  # a value tile of 128 has two words too many
 
 
 @pytest.mark.compile
