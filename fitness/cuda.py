@@ -1,7 +1,7 @@
 """The judge for kernels on an NVIDIA GPU: one owner per GPU, a disposable sandboxed process per candidate.
 
 Builds run on all cores beside it. Several lanes each take a candidate from its objects to its verdict: one
-is timed, others are gated, laid out or compared meanwhile, so that the GPU seldom waits (`cuda_runner.Turns`,
+is timed, others are gated, laid out or compared meanwhile, so that the GPU seldom waits (`turns.Turns`,
 `cuda_timing.Shared`). The baseline has a process of its own that stays alive. After a fault, a hang or an
 error of the device the process is thrown away, and before the next candidate is timed the baseline must
 reproduce the time it had when the study began: within `CANARY_BAND`, else in a fresh process, else the device
@@ -29,7 +29,7 @@ from evotune.errors import DeviceLost, SandboxError, StudyError
 from evotune.fitness.build import Builder, BuildPlan, default_cache_directory
 from evotune.fitness.cache import Cache
 from evotune.fitness.cuda_link import CudaLinker, runtime_library
-from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Spares, Usage, Workspace, in_trouble
+from evotune.fitness.cuda_runner import Checker, CudaCell, CudaProcess, Workspace, in_trouble
 from evotune.fitness.cuda_timing import (
     BURST,
     Bands,
@@ -54,8 +54,10 @@ from evotune.fitness.outcome import Artifact, Failed, Failure, Retry, Stage
 from evotune.fitness.racing import Bars
 from evotune.fitness.runner import Fault, Loadable
 from evotune.fitness.sandbox import Level, Sandbox
+from evotune.fitness.spares import Spares
 from evotune.fitness.timing import BaselineFault, Timed, TimingPlan, blaming_baseline
 from evotune.fitness.toolchain import Toolchain, read_output
+from evotune.fitness.turns import Usage
 from evotune.fitness.utilization import Utilization
 from evotune.search_space.branch import Candidate
 from evotune.search_space.template import Specialization

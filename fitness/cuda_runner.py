@@ -1,15 +1,7 @@
-"""The parent's side of a judge process on a GPU, and the spare ones that stand ready.
+"""The parent's side of a judge process on a GPU.
 
 A process serves one candidate and is thrown away: CUDA cannot be forked, and after a fault nothing in a
-context can be trusted. Importing torch takes 4 s and making a context 0.25 s, so a few processes are started
-ahead, up to the point where no candidate's byte is in them.
-
-Several processes stand on one GPU, and what starts kernels waits for its turn (`Turns`): a timed call never
-shares the GPU with another's kernel. What runs beside timed calls was measured on an H200 against calls of
-540 and 120 us, medians of hundreds each: contexts being made without a pause put 1 % of the calls more than
-3 % off and left the median where it was; copies from the host moved it by 0.4 and 0.7 %, when they never
-ceased; allocating and freeing a gigabyte again and again by 5 %. So contexts and copies, of which a candidate
-costs few, are not held back, and large allocations wait for their turn.
+context can be trusted. Several stand on one GPU (`turns`), a few of them ahead of their use (`spares`).
 """
 
 import importlib.util
@@ -21,10 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +32,7 @@ from evotune.fitness.operator import Array, DeviceParameter, Spread
 from evotune.fitness.outcome import Failure
 from evotune.fitness.runner import Call, Fault, Loadable, Worker
 from evotune.fitness.sandbox import Child, Sandbox, python_paths
+from evotune.fitness.turns import Usage
 
 _SCRIPT = Path(child.__file__).resolve()
 _WIRE = Path(_runner_child.__file__).resolve()
@@ -67,87 +58,6 @@ KINDS = ("graph", "plain")
 
 Workspace = Callable[[Mapping[str, int]], int]
 """Bytes of workspace an object needs, from the sizes of a call by name."""
-
-
-class Turns:
-    """One judge process at a time has kernels on the GPU; whoever waits longest is next."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._taken = False
-        self._waiting: deque[threading.Lock] = deque()
-
-    @contextmanager
-    def turn(self, *, first: bool = False) -> Iterator[None]:
-        """Wait for a turn and have it inside; `first` goes before all who wait. Not reentrant."""
-        with self._mutex:
-            ours = threading.Lock()
-            if self._taken:
-                ours.acquire()
-                (self._waiting.appendleft if first else self._waiting.append)(ours)
-            self._taken = True
-        with ours:  # whoever ends a turn opens the next one's lock
-            pass
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._taken = bool(self._waiting)
-                if self._waiting:
-                    self._waiting.popleft().release()
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What turns on the GPU came to, in seconds.
-
-    Attributes:
-        held_s: the turns themselves: no other process could have had kernels on the GPU.
-        busy_s: of those, in which kernels worked, by the GPU's own events; kernels that only wait for the
-            host (see `_cuda_child.Cuda.sleep`) are left out. What a candidate's process says of itself counts
-            no more than its turn took.
-    """
-
-    held_s: float = 0.0
-    busy_s: float = 0.0
-
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(self.held_s + other.held_s, self.busy_s + other.busy_s)
-
-    def __sub__(self, other: "Spent") -> "Spent":
-        return Spent(self.held_s - other.held_s, self.busy_s - other.busy_s)
-
-
-class Usage:
-    """What the GPU was used for, by all threads and by each."""
-
-    def __init__(self, turns: Turns | None = None) -> None:
-        """`turns` of another, for what stands on the same GPU but is counted apart."""
-        self.turns = turns or Turns()
-        self.faults = 0
-        self._total = Spent()
-        self._of_thread = threading.local()
-        self._mutex = threading.Lock()
-
-    @property
-    def total(self) -> Spent:
-        return self._total
-
-    @property
-    def mine(self) -> Spent:
-        """What was asked for in this thread."""
-        found: Spent = getattr(self._of_thread, "spent", Spent())
-        return found
-
-    def add(self, held_s: float, busy_s: float) -> None:
-        spent = Spent(held_s, min(max(busy_s, 0.0), held_s))
-        self._of_thread.spent = self.mine + spent
-        with self._mutex:
-            self._total += spent
-
-    def fault(self) -> None:
-        with self._mutex:
-            self.faults += 1
 
 
 @dataclass(frozen=True)
@@ -675,44 +585,3 @@ def arguments(signature: Sequence[DeviceParameter], placement: Placement) -> lis
         else:
             found.append(["v", None])
     return found
-
-
-class Spares:
-    """A few judge processes ahead of their use. `take` gives one with a context and nothing else."""
-
-    def __init__(self, make: Callable[[], CudaProcess], count: int) -> None:
-        self._make = make
-        self._open = threading.Lock()  # at once they take four times as long each
-        # A sandboxed process dies with the thread that started it: these live as long as the pool.
-        self._starters = ThreadPoolExecutor(count, thread_name_prefix="judge-spare")
-        self._ready: deque[Future[CudaProcess]] = deque()
-        self.facts: Facts | None = None
-        for _ in range(count):
-            self._start()
-
-    def take(self) -> CudaProcess:
-        """A fresh process; its successor starts at once. Raises SandboxError, OSError."""
-        while True:
-            self._start()  # first: so the queue is never empty, however many take at once
-            process = self._ready.popleft().result()
-            if process.alive:
-                return process
-            process.close()
-
-    def close(self) -> None:
-        """End those that were not taken."""
-        self._starters.shutdown(cancel_futures=True)
-        while self._ready:
-            future = self._ready.popleft()
-            if not future.cancelled():
-                with suppress(SandboxError, OSError):
-                    future.result().close()
-
-    def _start(self) -> None:
-        self._ready.append(self._starters.submit(self._started))
-
-    def _started(self) -> CudaProcess:
-        process = self._make()
-        with self._open:
-            self.facts = process.open()
-        return process

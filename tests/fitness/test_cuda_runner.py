@@ -1,9 +1,7 @@
-"""What a judge process on a GPU reports is data about a hostile process; spare ones stand ready for all."""
+"""What a judge process on a GPU reports is data about a hostile process."""
 
 import json
-import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,11 @@ import pytest
 
 from evotune.fitness import _cuda_child as child
 from evotune.fitness.arena import lay_out
-from evotune.fitness.cuda_runner import CudaProcess, Prepared, Spares, Usage, in_trouble
+from evotune.fitness.cuda_runner import CudaProcess, Prepared, in_trouble
 from evotune.fitness.operator import specialization
 from evotune.fitness.outcome import Failure
 from evotune.fitness.runner import Fault, Worker
+from evotune.fitness.turns import Usage
 from evotune.reference_kda.operator import KdaOperator
 from evotune.reference_kda.workload import Workload
 
@@ -118,42 +117,3 @@ def test_an_error_is_the_candidates_word() -> None:
     assert in_trouble(fault.detail)
     fault = forger._refusal(child.RAISED, forger.said(b'{"error": [[[1]]]}'))
     assert fault.failure is Failure.FORGED
-
-
-class Spare:
-    """Stands in for a judge process."""
-
-    alive = True
-
-    def open(self) -> None:
-        """Ready at once."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-@pytest.fixture
-def spares() -> Iterator[Spares]:
-    found = Spares(Spare, 1)  # type: ignore[arg-type]
-    yield found
-    found.close()
-
-
-def test_spares_are_enough_for_all_who_take_at_once(spares: Spares, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every one starts its successor before it takes its own."""
-    start, together, taken = spares._start, threading.Barrier(6), []
-
-    def starting() -> None:
-        together.wait(5)  # all six are between the two steps
-        start()
-
-    def take() -> None:
-        taken.append(spares.take())
-
-    monkeypatch.setattr(spares, "_start", starting)
-    threads = [threading.Thread(target=take) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, taken))) == 6

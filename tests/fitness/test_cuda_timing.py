@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evotune.fitness.arena import lay_out
-from evotune.fitness.cuda_runner import Burst, Turns, Usage, arguments
+from evotune.fitness.cuda_runner import Burst, arguments
 from evotune.fitness.cuda_timing import Bands, Room, _order, _Side, _sizes, disagreement, floor_us
 from evotune.fitness.operator import specialization
 from evotune.reference_kda.operator import KdaOperator
@@ -68,38 +68,6 @@ def test_samples_come_in_bursts(samples: int, sizes: list[int]) -> None:
     assert order.count("plain") == (sizes[0] + 1) // 2
 
 
-def test_one_process_at_a_time_has_its_turn() -> None:
-    """Whoever waits longest is next, but a timed call goes before all who wait."""
-    turns, order, waiting = Turns(), [], threading.Barrier(2)
-
-    def work(name: str, first: bool) -> None:
-        waiting.wait()
-        with turns.turn(first=first):
-            order.append(name)
-
-    threads = []
-    with turns.turn():
-        for name, first in (("gate", False), ("layout", False), ("timed", True)):
-            threads.append(threading.Thread(target=work, args=(name, first)))
-            threads[-1].start()
-            waiting.wait()
-            while len(turns._waiting) < len(threads):
-                time.sleep(0.001)
-    for thread in threads:
-        thread.join()
-    assert order == ["timed", "gate", "layout"]
-    with turns.turn():
-        pass  # nobody is left who keeps it
-
-
-def test_a_turn_ends_with_an_error_too() -> None:
-    turns = Turns()
-    with pytest.raises(KeyError), turns.turn():
-        raise KeyError
-    with turns.turn():
-        pass
-
-
 def test_room_is_shared_and_the_largest_is_let_in_alone() -> None:
     room, inside, done = Room(100), threading.Event(), threading.Event()
 
@@ -125,16 +93,6 @@ def test_room_is_shared_and_the_largest_is_let_in_alone() -> None:
     for thread in threads:
         thread.join()
     assert late == [True]
-
-
-def test_use_is_counted_by_thread_and_never_beyond_the_turn() -> None:
-    usage = Usage()
-    thread = threading.Thread(target=usage.add, args=(1.0, 50.0))
-    thread.start()
-    thread.join()
-    usage.add(2.0, 0.5)
-    assert (usage.mine.held_s, usage.mine.busy_s) == (2.0, 0.5)
-    assert (usage.total.held_s, usage.total.busy_s) == (3.0, 1.5)
 
 
 def test_the_floor_leaves_out_what_the_l2_holds() -> None:
