@@ -70,6 +70,7 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _SANITIZER_S = 60.0
 _LONGEST = 400  # of a complaint: a kernel's mangled name may have thousands of letters
 _SWITCH_S = 0.0005
+_MEMORY_FAILED = "the GPU's memory met an error that ECC could not correct"
 
 
 @dataclass(frozen=True)
@@ -311,8 +312,10 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         by its own events and as the driver counts.
         """
         self._lease.renew()
-        before = self._cell.usage.mine
+        before, errors = self._cell.usage.mine, self._utilization.memory_errors
         evaluation = super()._evaluate(candidate, builds, bars)
+        if self._memory_failed(errors):
+            evaluation = replace(evaluation, outcome=Retry(_MEMORY_FAILED))
         self._solve_ahead()
         spent = self._cell.usage.mine - before
         seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s, **self._used_s()}
@@ -383,7 +386,28 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
                 raise
             raise SandboxError(f"the GPU is in trouble: {error}") from error
 
+    def _memory_failed(self, before: int | None) -> bool:
+        """Whether the GPU's memory met an error that ECC could not correct since there were so many.
+
+        What was in it then is nobody's fault. The baseline's process goes too, and the next one must be as
+        fast as ever.
+        """
+        if self._utilization.memory_errors == before:
+            return False
+        self._cell.usage.fault()
+        self._drop_baseline()
+        return True
+
     def _timed(
+        self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
+    ) -> Timed | Failed:
+        errors = self._utilization.memory_errors
+        timed = self._timed_beside(session, baseline, turn)
+        if self._memory_failed(errors):
+            raise SandboxError(_MEMORY_FAILED)
+        return timed
+
+    def _timed_beside(
         self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
     ) -> Timed | Failed:
         self._lease.renew()

@@ -1,4 +1,5 @@
-"""What the driver says of a GPU's use, as nvidia-smi shows it: a second opinion beside the judge's own clock.
+"""What the driver says of a GPU: errors of its memory, and its use as nvidia-smi shows it, a second opinion
+beside the judge's own clock.
 
 The driver counts a GPU as used while any kernel is on it, one that only waits for the host included.
 """
@@ -8,6 +9,7 @@ import threading
 import time
 
 _EVERY_S = 0.1
+_UNCORRECTED, _SINCE_LOADED = 1, 0  # nvmlMemoryErrorType_t, nvmlEccCounterType_t
 
 
 class _Rates(ctypes.Structure):
@@ -38,6 +40,17 @@ class Utilization:
     def used_s(self) -> float | None:
         """Seconds of use since construction; None as long as the driver never said."""
         return self._used_s
+
+    @property
+    def memory_errors(self) -> int | None:
+        """Errors that ECC could not correct, since the driver was loaded; None where it does not say."""
+        if self._thread is None or self._ended.is_set():
+            return None
+        count = ctypes.c_ulonglong()
+        failed = self._nvml.nvmlDeviceGetTotalEccErrors(
+            self._device, _UNCORRECTED, _SINCE_LOADED, ctypes.byref(count)
+        )
+        return None if failed else count.value
 
     def close(self) -> None:
         """Ask no more. May be called twice."""

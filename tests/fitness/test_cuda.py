@@ -365,6 +365,41 @@ def test_a_study_says_what_built_objects_may_take(tmp_path: Path, monkeypatch: p
     Lease(Gpu("processor", "none", 0), tmp_path).close()  # the GPU is not held by an evaluator that is none
 
 
+class Failing:
+    """A GPU whose memory meets an error between two questions, when it is told to."""
+
+    used_s = None
+
+    def __init__(self) -> None:
+        self.memory_errors = 3
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def test_an_error_of_the_gpus_memory_is_nobodys_fault(
+    evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of who was judged meanwhile, right or wrong; the baseline's process is a new one afterwards."""
+    gpu = Failing()
+    monkeypatch.setattr(evaluator, "_utilization", gpu)
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
+    baseline = evaluator._baseline
+    place = CudaProcess.host_cost_us
+
+    def struck(process: CudaProcess, *rest: Any) -> float:
+        gpu.memory_errors += 1
+        return place(process, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaProcess, "host_cost_us", struck)
+        outcome = evaluator.submit(candidate()).result().outcome
+    assert isinstance(outcome, Retry)
+    assert "ECC" in outcome.reason
+    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
+    assert evaluator._baseline is not baseline
+
+
 def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evotune.fitness.cuda._compute_sanitizer", lambda: None)
     found = evaluator.sanitize(candidate())

@@ -29,6 +29,14 @@ class Nvml:
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: object) -> int:  # noqa: N802
         return 0 if uuid == b"GPU-1" else 6
 
+    def nvmlDeviceGetTotalEccErrors(self, device: object, kind: int, since: int, count: Any) -> int:  # noqa: N802
+        assert self.open
+        assert (kind, since) == (1, 0)
+        if self.rate is None:
+            return 3
+        count._obj.value = 7
+        return 0
+
     def nvmlDeviceGetUtilizationRates(self, device: object, rates: Any) -> int:  # noqa: N802
         assert self.open
         self.asked += 1
@@ -89,3 +97,15 @@ def test_none_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     utilization = Utilization("GPU-1")
     assert utilization.used_s is None
     utilization.close()
+
+
+@pytest.mark.parametrize(
+    ("rate", "uuid", "errors"), [(50, "GPU-1", 7), (None, "GPU-1", None), (50, "GPU-2", None)]
+)
+def test_errors_of_memory_are_what_the_driver_counts(
+    monkeypatch: pytest.MonkeyPatch, rate: int | None, uuid: str, errors: int | None
+) -> None:
+    _, utilization = played(monkeypatch, rate, uuid)
+    assert utilization.memory_errors == errors
+    utilization.close()
+    assert utilization.memory_errors is None
