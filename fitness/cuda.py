@@ -15,13 +15,13 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,7 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _SANITIZER_S = 60.0
 _LONGEST = 400  # of a complaint: a kernel's mangled name may have thousands of letters
 _SWITCH_S = 0.0005
+_T = TypeVar("_T")
 _MEMORY_FAILED = "the GPU's memory met an error that ECC could not correct"
 
 
@@ -313,7 +314,12 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
         """
         self._lease.renew()
         before, errors = self._cell.usage.mine, self._utilization.memory_errors
-        evaluation = super()._evaluate(candidate, builds, bars)
+        try:
+            evaluation = super()._evaluate(candidate, builds, bars)
+        except StudyError:
+            if not self._memory_failed(errors):
+                raise
+            evaluation = Evaluation(Retry(_MEMORY_FAILED))
         if self._memory_failed(errors):
             evaluation = replace(evaluation, outcome=Retry(_MEMORY_FAILED))
         self._solve_ahead()
@@ -386,28 +392,28 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
                 raise
             raise SandboxError(f"the GPU is in trouble: {error}") from error
 
+    def _ask(self, work: Callable[[], _T]) -> _T | Failed | Retry:
+        """As the base does; again, when the GPU's memory failed meanwhile."""
+        errors = self._utilization.memory_errors
+        found = super()._ask(work)
+        if self._memory_failed(errors):
+            self._held.clear()
+            return Retry(_MEMORY_FAILED)
+        return found
+
     def _memory_failed(self, before: int | None) -> bool:
         """Whether the GPU's memory met an error that ECC could not correct since there were so many.
 
-        What was in it then is nobody's fault. The baseline's process goes too, and the next one must be as
-        fast as ever.
+        What was in it then is nobody's fault. Before anything is timed again the baseline must be as fast as
+        ever; CUDA ends the processes that the error is in.
         """
-        if self._utilization.memory_errors == before:
+        now = self._utilization.memory_errors
+        if now is None or before is None or now == before:
             return False
         self._cell.usage.fault()
-        self._drop_baseline()
         return True
 
     def _timed(
-        self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
-    ) -> Timed | Failed:
-        errors = self._utilization.memory_errors
-        timed = self._timed_beside(session, baseline, turn)
-        if self._memory_failed(errors):
-            raise SandboxError(_MEMORY_FAILED)
-        return timed
-
-    def _timed_beside(
         self, session: Session[CudaProcess], baseline: Session[CudaProcess], turn: Round
     ) -> Timed | Failed:
         self._lease.renew()

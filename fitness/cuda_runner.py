@@ -40,6 +40,7 @@ _START_S = 120.0
 _OPEN_S = 60.0
 _LOAD_S = 30.0
 _SETUP_S = 60.0
+_COPY_S = 10.0
 _PACKAGES = ("torch", "tvm_ffi", "numpy", "typing_extensions")
 # Words of CUDA's messages that speak of the device, not of the kernel.
 _TROUBLE = ("uncorrectable", "ecc error", "nvlink", "devices unavailable", "out of memory", "no device")
@@ -282,11 +283,12 @@ class CudaProcess(Worker):
             if placement.end > self._mirrored:
                 self._mirrored = 2 * placement.end
                 self.ask(child.GROW, {"bytes": self._mirrored}, _SETUP_S)
-            self.ask(child.BRING, job, _SETUP_S)
+            copying_s = max(timeout_s, _COPY_S)  # nothing of the candidate's runs then
+            self.ask(child.BRING, job, copying_s)
             said = self.ask(child.CALL, {"object": index}, timeout_s)
         call = Call(int(self._number(said, "ns")), int(self._waited_s * 1e9))
         if not self._apart:
-            self.ask(child.TAKE, {}, _SETUP_S)
+            self.ask(child.TAKE, {}, copying_s)
         return call
 
     def fence(self, placement: Placement) -> None:

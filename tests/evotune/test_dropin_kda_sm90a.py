@@ -228,8 +228,10 @@ def test_what_fla_accepts_and_is_not_needed(kda: Any) -> None:
 def test_threads_do_not_share_a_workspace(kda: Any) -> None:
     solved = [solve(Workload("t", "t", (150,), 1, 2, 64, 96), seed) for seed in range(4)]
     results: dict[int, bool] = {}
+    callers = set()
 
     def work(i: int) -> None:
+        callers.add(threading.get_ident())
         given = arguments(solved[i]) | {"kernel": "k-chunked", "state_v_first": True}
         results[i] = all(within_bound(solved[i], *kda.kda_forward(**given)) for _ in range(20))
 
@@ -239,6 +241,8 @@ def test_threads_do_not_share_a_workspace(kda: Any) -> None:
     for thread in threads:
         thread.join()
     assert results == dict.fromkeys(range(4), True)
+    (plan,) = kda._plans.values()
+    assert {thread for thread, *_ in plan.frames} in (callers, set())  # none where calls go plainly
 
 
 class Recorded:

@@ -366,12 +366,10 @@ def test_a_study_says_what_built_objects_may_take(tmp_path: Path, monkeypatch: p
 
 
 class Failing:
-    """A GPU whose memory meets an error between two questions, when it is told to."""
+    """A GPU whose memory's errors the driver counts; None while it does not say."""
 
     used_s = None
-
-    def __init__(self) -> None:
-        self.memory_errors = 3
+    memory_errors: int | None = 3
 
     def close(self) -> None:
         """Nothing to end."""
@@ -380,24 +378,40 @@ class Failing:
 def test_an_error_of_the_gpus_memory_is_nobodys_fault(
     evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of who was judged meanwhile, right or wrong; the baseline's process is a new one afterwards."""
+    """Neither of who was judged meanwhile, right or wrong, in a lane or beside them; who comes later is."""
     gpu = Failing()
     monkeypatch.setattr(evaluator, "_utilization", gpu)
-    assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
-    baseline = evaluator._baseline
-    place = CudaProcess.host_cost_us
+    bad = candidate((MARK, MARK.replace("{\n", "{\n    scale *= 1.01f;\n", 1)))
+    call = CudaProcess.call
 
-    def struck(process: CudaProcess, *rest: Any) -> float:
-        gpu.memory_errors += 1
-        return place(process, *rest)
+    def judged(counts: Iterator[int | None]) -> tuple[Any, Any, Any]:
+        def struck(process: CudaProcess, *rest: Any) -> Any:
+            gpu.memory_errors = next(counts, gpu.memory_errors)
+            return call(process, *rest)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(CudaProcess, "host_cost_us", struck)
-        outcome = evaluator.submit(candidate()).result().outcome
-    assert isinstance(outcome, Retry)
-    assert "ECC" in outcome.reason
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaProcess, "call", struck)
+            both = [evaluator.submit(each) for each in (candidate(), bad)]
+            outcomes = [each.result().outcome for each in both]
+            gpu.memory_errors = next(counts, gpu.memory_errors)
+        return outcomes[0], outcomes[1], evaluator.explain(bad)
+
     assert isinstance(evaluator.submit(candidate()).result().outcome, Passed)
-    assert evaluator._baseline is not baseline
+    baseline, faults = evaluator._baseline, evaluator._cell.usage.faults
+    struck_all = judged(iter(range(4, 4000)))
+    assert all(isinstance(each, Retry) and "ECC" in each.reason for each in struck_all[:2])
+    assert evaluator._cell.usage.faults > faults
+    quiet = judged(iter([None, None, gpu.memory_errors]))  # the driver does not answer for a while
+    assert isinstance(quiet[0], Passed)
+    assert isinstance(quiet[1], Failed)
+    assert evaluator._baseline is baseline
+
+    def asked() -> int:
+        gpu.memory_errors = (gpu.memory_errors or 0) + 1
+        return 1
+
+    assert isinstance(evaluator._ask(asked), Retry)
+    assert evaluator._ask(lambda: 1) == 1
 
 
 def test_no_sanitizer_is_said(evaluator: FakeEvaluator, monkeypatch: pytest.MonkeyPatch) -> None:
