@@ -53,6 +53,7 @@ DESIGNS: Mapping[tuple[str, str], Mapping[str, Sequence[Any]]] = {
 """A table's two sides → what is varied for it; the rest keeps its default. Threads follow from the knobs.
 "copies" sets copy and loader together: cp.async is always issued inline."""
 
+_LEFT_OUT = ("source", "log", "base", "pid")
 _BATCH = 32
 _SAMPLES = 24  # the study takes more of what is close to the best; here nothing is
 _RESOURCES = ("registers", "spill_bytes", "shared_bytes")
@@ -256,16 +257,18 @@ def draw(figure: "go.Figure", out: Path) -> None:
 
 
 def compact(value: Any) -> Any:
-    """A record as it is kept: of timed samples how many and their medians, and no sources."""
+    """A record as it is kept: of timed samples how many, their medians and the least, by which contests are
+    decided; no sources, and no places on the machine."""
     if isinstance(value, list):
         return [compact(item) for item in value]
     if not isinstance(value, dict):
         return float(f"{value:.6g}") if isinstance(value, float) else value
-    kept = {name: compact(item) for name, item in value.items() if name not in ("source", "log")}
+    kept = {name: compact(item) for name, item in value.items() if name not in _LEFT_OUT}
     mine, theirs = (kept.pop(name, None) for name in ("samples_us", "baseline_samples_us"))
     if mine and theirs:
-        medians = {"median_us": median(mine), "baseline_median_us": median(theirs)}
-        kept |= {"samples": len(mine), **compact(medians)}
+        kept |= {"samples": len(mine)}
+        for name, samples in (("", mine), ("baseline_", theirs)):
+            kept |= compact({f"{name}median_us": median(samples), f"{name}least_us": min(samples)})
     return kept
 
 
