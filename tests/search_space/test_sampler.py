@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import TrialState
 
 from evotune.errors import StudyError
-from evotune.search_space.sampler import SAMPLERS, Focus, LegalSampler, parameters
+from evotune.search_space.sampler import SAMPLERS, Focus, LegalSampler, PoolPlan, parameters
 from evotune.search_space.space import Cell, Space, knob
 from evotune.search_space.template import Language, Specialization, Unit
 
@@ -186,6 +186,36 @@ def test_a_young_branch_learns_from_its_parent() -> None:
         return best
 
     assert first_twelve(("b00",)) > first_twelve(())
+
+
+def test_random_cells_are_drawn_once_for_candidates_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is proposed does not depend on which sampler drew them, or when: a resumed study goes on."""
+    space = grid([8, 8, 8, 8])
+    drawn = space.sample_cells
+    counts: list[int] = []
+
+    def counted(rng: np.random.Generator, count: int) -> list[Cell]:
+        counts.append(count)
+        return drawn(rng, count)
+
+    monkeypatch.setattr(space, "sample_cells", counted)
+
+    def proposed(restarts: bool) -> list[dict[str, Any]]:
+        study = optuna.create_study(direction="maximize")
+        sampler, found = SAMPLERS["pool"](space, 3, None), []
+        for index in range(64):
+            if restarts:
+                sampler = SAMPLERS["pool"](space, 3, None)
+            study.sampler = sampler
+            sampler.focus(Focus("b00", index))
+            trial = study.ask(parameters(space, "b00"))
+            study.tell(trial, float(sum(trial.params.values())))
+            found.append(trial.params)
+        return found
+
+    through = proposed(restarts=False)
+    assert counts.count(PoolPlan().drawn) == 64 // PoolPlan().shared
+    assert proposed(restarts=True) == through
 
 
 def test_asking_stays_cheap_at_a_thousand_trials_of_ten_branches() -> None:
