@@ -313,9 +313,9 @@ class _Plan:
 
     def _final(self, initial: Tensor) -> Tensor:
         """For the final state: torch makes one like another sooner than one of some sizes, and that sooner
-        than one of a tuple."""
+        than one of a tuple. Compact, whatever strides the other's axes of one element have."""
         if initial is not self.absent:
-            return torch.empty_like(initial)
+            return torch.empty_like(initial, memory_format=torch.contiguous_format)
         return torch.empty(*self.state, dtype=torch.float32, device=self.device)
 
     def _framed(self, inputs: Inputs, outputs: Inputs, scalars: tuple[float, float], stream: int) -> bool:

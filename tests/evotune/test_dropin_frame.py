@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,24 +13,7 @@ torch = pytest.importorskip("torch")
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
 from evotune.dropin_frame import Described, Frame, frame_library  # noqa: E402
-
-_TYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-}
-
-
-def taken(x: Any) -> Any:
-    """An argument of a function of TVM FFI; a tensor as torch's, on the same memory."""
-    if not isinstance(x, tvm_ffi.Tensor):
-        return x
-    dtype, count = _TYPES[str(x.dtype)], math.prod(x.shape)
-    if not count:
-        return torch.empty(tuple(x.shape), dtype=dtype)
-    room = (ctypes.c_char * (count * dtype.itemsize)).from_address(x.data_ptr())
-    return torch.frombuffer(room, dtype=dtype).as_strided(tuple(x.shape), tuple(x.strides))
+from tests.evotune.ffi_tensors import taken  # noqa: E402
 
 
 def framed(
