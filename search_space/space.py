@@ -134,9 +134,10 @@ class Space:
         widths = [len(values) for values in self.choices]
         for _ in range(0, _REJECTION_TRIES, 256):
             block = rng.integers(widths, size=(256, len(widths))).tolist()
-            found.extend(cell for cell in map(tuple, block) if self.is_legal(cell))
-            if len(found) >= count:
-                return found[:count]
+            legal = (cell for cell in map(tuple, block) if self.is_legal(cell))
+            found.extend(itertools.islice(legal, count - len(found)))
+            if len(found) == count:
+                return found
         if not found:
             raise self._nothing_legal()
         return [found[i] for i in rng.integers(len(found), size=count)]
