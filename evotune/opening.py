@@ -21,7 +21,7 @@ from evotune.journal import FILE, Journal, Lock, read, writing
 from evotune.records import Asked, BranchAdded, Judged, Record, SessionBegun, StudyBegun
 from evotune.search_space.branch import SEED_BRANCH
 from evotune.setup import Setup, from_header
-from evotune.trials import JOURNAL_FILE, TrialBook, discard, mend, quiet, storage_at
+from evotune.trials import JOURNAL_FILE, TrialBook, discard, mend, quiet, reason, storage_at
 from evotune.versions import installed
 
 _VERSIONED = ("numpy", "optuna", "nvidia-cutlass-dsl")
@@ -190,9 +190,7 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
-        raise StudyError(
-            f"[study] storage failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from error
+        raise StudyError(f"[study] storage failed: {reason(error)}") from error
 
 
 def _reconcile(opened: Opened, asked: Sequence[Asked]) -> None:

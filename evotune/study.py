@@ -232,12 +232,8 @@ class StudyRun:
         for slot in missing:
             ask, candidate = self._ask(plan.step, slot, asked.get(slot.index), before)
             # The default is what others are measured by: it is timed in full.
-            flights.append(
-                (
-                    ask,
-                    self._evaluator.submit(candidate, NO_BARS if slot.index == promotion.BASELINE else bars),
-                )
-            )
+            near = NO_BARS if slot.index == promotion.BASELINE else bars
+            flights.append((ask, self._evaluator.submit(candidate, near)))
         if plan.mutation is not None and not whole:
             self._structures.take(plan, before, earlier)
         return flights

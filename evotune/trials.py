@@ -39,8 +39,12 @@ def storage_at(directory: Path, url: str) -> BaseStorage:
             return RDBStorage(url)
         return JournalStorage(JournalFileBackend(str(directory / JOURNAL_FILE)))
     except (SQLAlchemyError, StorageInternalError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise StudyError(f"[study] storage cannot be opened: {reason}") from error
+        raise StudyError(f"[study] storage cannot be opened: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of what a storage says; its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def mend(directory: Path) -> None:

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -128,16 +129,15 @@ def small(row: dict[str, Any], module: Any) -> Iterator[dict[str, Any]]:
     given = arguments(row, [64], 2, 4)
     direct, least = host_us(function_of(module, given))
     yield {"what": "the kernel's function, prepared arguments", "host_us": direct, "least_us": least}
-    for name, form in forms(given):
-        cost, least = host_us(lambda form=form: module.kda_forward(**form))  # type: ignore[misc]
+    calls = {name: partial(module.kda_forward, **form) for name, form in forms(given)}
+
+    def unseen() -> None:
+        module._plans.clear()
+        module.kda_forward(**given)
+
+    for name, call in {**calls, "packed, a length not seen yet": unseen}.items():
+        cost, least = host_us(call)
         yield {"what": name, "host_us": cost, "least_us": least, "over_us": cost - direct}
-    cost, least = host_us(lambda: (module._plans.clear(), module.kda_forward(**given)))
-    yield {
-        "what": "packed, a length not seen yet",
-        "host_us": cost,
-        "least_us": least,
-        "over_us": cost - direct,
-    }
 
 
 def large(row: dict[str, Any], module: Any) -> dict[str, Any]:

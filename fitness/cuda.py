@@ -320,8 +320,9 @@ class CudaEvaluator(CompiledEvaluator[CudaProcess]):
             if not self._memory_failed(errors):
                 raise
             evaluation = Evaluation(Retry(_MEMORY_FAILED))
-        if self._memory_failed(errors):
-            evaluation = replace(evaluation, outcome=Retry(_MEMORY_FAILED))
+        else:
+            if self._memory_failed(errors):
+                evaluation = replace(evaluation, outcome=Retry(_MEMORY_FAILED))
         self._solve_ahead()
         spent = self._cell.usage.mine - before
         seconds = {**evaluation.seconds, "gpu": spent.held_s, "gpu_busy": spent.busy_s, **self._used_s()}

@@ -278,18 +278,19 @@ class CudaProcess(Worker):
             "arguments": arguments(self._signatures[index], placement),
         }
         if self._apart:
-            said = self.ask(child.APART, job, timeout_s)
-        else:
-            if placement.end > self._mirrored:
-                self._mirrored = 2 * placement.end
-                self.ask(child.GROW, {"bytes": self._mirrored}, _SETUP_S)
-            copying_s = max(timeout_s, _COPY_S)  # nothing of the candidate's runs then
-            self.ask(child.BRING, job, copying_s)
-            said = self.ask(child.CALL, {"object": index}, timeout_s)
-        call = Call(int(self._number(said, "ns")), int(self._waited_s * 1e9))
-        if not self._apart:
-            self.ask(child.TAKE, {}, copying_s)
+            return self._called(child.APART, job, timeout_s)
+        if placement.end > self._mirrored:
+            self._mirrored = 2 * placement.end
+            self.ask(child.GROW, {"bytes": self._mirrored}, _SETUP_S)
+        copying_s = max(timeout_s, _COPY_S)  # nothing of the candidate's runs then
+        self.ask(child.BRING, job, copying_s)
+        call = self._called(child.CALL, {"object": index}, timeout_s)
+        self.ask(child.TAKE, {}, copying_s)
         return call
+
+    def _called(self, operation: int, job: Mapping[str, Any], timeout_s: float) -> Call:
+        inside_ns = self._number(self.ask(operation, job, timeout_s), "ns")
+        return Call(int(inside_ns), int(self._waited_s * 1e9))
 
     def fence(self, placement: Placement) -> None:
         """Nothing to take away: GPU memory has no rights by the page. Guards hold NaNs; see `sanitize`."""
